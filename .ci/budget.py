@@ -1,0 +1,65 @@
+"""Line budgets: what is over one is split, or listed in EXEMPT with a reason."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+CORE_LINES = 2500  # qinductor/*.py together
+FILE_LINES = 400
+FUNCTION_LINES = 60
+DEVICE_LINES = 150  # straight-line kernels read better whole
+
+# "path" or "path:qualified.name" -> why it may be longer
+EXEMPT: dict[str, str] = {}
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def functions(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, Function]]:
+    """Every function below node with its qualified name."""
+    for child in ast.iter_child_nodes(node):
+        name = prefix
+        if isinstance(child, Function | ast.ClassDef):
+            name = f"{prefix}{child.name}."
+        if isinstance(child, Function):
+            yield name[:-1], child
+        yield from functions(child, name)
+
+
+def is_device(function: Function) -> bool:
+    """Whether a decorator is triton.jit, cute.jit or cute.kernel."""
+    names = (ast.unparse(d).partition("(")[0] for d in function.decorator_list)
+    return any(name in ("triton.jit", "cute.jit", "cute.kernel") for name in names)
+
+
+def measure(path: Path, text: str) -> Iterator[tuple[str, int, int]]:
+    """(what, lines, limit) of a file and, outside tests, of each of its functions."""
+    yield str(path), len(text.splitlines()), FILE_LINES
+    if path.parts[0] == "tests":
+        return
+    for name, function in functions(ast.parse(text)):
+        limit = DEVICE_LINES if is_device(function) else FUNCTION_LINES
+        yield f"{path}:{name}", (function.end_lineno or 0) - function.lineno + 1, limit
+
+
+def main() -> int:
+    # git lists new files too, skips ignored ones, and does not follow the symlinks
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"]
+    listed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    texts = {p: p.read_text() for p in map(Path, listed.splitlines()) if p.exists()}
+
+    core = sum(len(t.splitlines()) for p, t in texts.items() if p.parts[0] == "qinductor")
+    rows = [("core", core, CORE_LINES)]
+    rows += [row for path, text in texts.items() for row in measure(path, text)]
+    over = {what: (lines, limit) for what, lines, limit in rows if lines > limit}
+
+    errors = [f"{k}: {n} lines, limit {limit}" for k, (n, limit) in over.items() if k not in EXEMPT]
+    errors += [f"{k}: exempt but within its limit; drop it" for k in EXEMPT if k not in over]
+    print(*errors, f"core {core} of {CORE_LINES} lines, {len(texts)} files", sep="\n")
+    return 1 if errors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,227 @@
+"""qinductor::dequant_matmul: x times a quantised weight, which is never written out whole.
+
+| tensor       | shape                | dtype                                     |
+|--------------|----------------------|-------------------------------------------|
+| x            | [M, K], M >= 0       | bf16, fp16, fp32                          |
+| codes        | [N, K]               | int8, uint8 or float8; int4 codes in int8 |
+| scale, zero  | [N / bn, K / bk]     | as `WeightFormat` says; ragged blocks too |
+| output_scale | [N]                  | the dtype of x                            |
+| bias         | [N]                  | the dtype of x                            |
+| result       | [M, N], contiguous   | the dtype of x                            |
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import sympy
+import torch
+
+from qinductor.contracts import DequantMatmul, QuantizedWeight, WeightFormat, dequantize, parse
+from qinductor.op import INFINITE, LIBRARY, M, Op, Plan, op
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Operands:
+    """What a pattern proved: the weight, and the scale and bias of the product, each [N]."""
+
+    weight: QuantizedWeight
+    output_scale: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+
+
+def reference(contract: DequantMatmul, x: torch.Tensor, operands: Operands) -> torch.Tensor:
+    """out[M, N] = x . W^T (+ bias) (* output_scale): each operation rounds as the graph's did."""
+    weight = operands.weight
+    w = dequantize(contract.weight, weight.codes, weight.scale, weight.zero)
+    out = torch.nn.functional.linear(x, w, operands.bias)
+    return out if operands.output_scale is None else out * operands.output_scale
+
+
+def cost(contract: DequantMatmul) -> dict[str, sympy.Expr]:
+    """Bytes that must move and floating-point operations, in M."""
+    w = contract.weight
+    scales = sum(dtype.itemsize for dtype in (w.scale, w.zero) if dtype is not None)
+    weight = w.n * w.k * w.bits // 8 + w.grid[0] * w.grid[1] * scales
+    return {
+        "bytes": sympy.Integer(weight) + M * (w.k * contract.x.itemsize + w.n * contract.out.itemsize),
+        "flops": 2 * M * w.n * w.k,
+    }
+
+
+DEQUANT_MATMUL = op(Op("dequant_matmul", DequantMatmul, reference, cost))
+
+LIBRARY.define(
+    "dequant_matmul(Tensor x, Tensor[] packed, str contract, str plan) -> Tensor",
+    tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag),
+)
+
+
+@torch.library.impl(LIBRARY, "dequant_matmul", "CompositeExplicitAutograd")
+def dequant_matmul(
+    x: torch.Tensor, packed: Sequence[torch.Tensor], contract: str, plan: str
+) -> torch.Tensor:
+    """x[M, K] times the packed weight: [M, N]. `contract` and `plan` are printed values."""
+    form = parse(DequantMatmul, contract)
+    if x.shape[0] == 0:
+        return x.new_empty((0, form.weight.n), dtype=form.out)
+    return Plan.parse(plan).run(DEQUANT_MATMUL, form, x, packed)
+
+
+@torch.library.register_fake("qinductor::dequant_matmul", lib=LIBRARY)
+def _(x: torch.Tensor, packed: Sequence[torch.Tensor], contract: str, plan: str) -> torch.Tensor:
+    form = parse(DequantMatmul, contract)
+    return x.new_empty((x.shape[0], form.weight.n), dtype=form.out)
+
+
+def halves(codes: torch.Tensor) -> torch.Tensor:
+    """int8[N, ceil(K/2)] from 4-bit codes int8[N, K]: the first half of a row in the high nibbles,
+    the second in the low ones, so that unpacking reads and writes whole half-rows."""
+    h = (codes.shape[1] + 1) // 2
+    low = torch.nn.functional.pad(codes[:, h:], (0, 2 * h - codes.shape[1]))
+    return codes[:, :h] << 4 | low & 15
+
+
+def unpacked(packed: torch.Tensor, k: int, signed: bool) -> torch.Tensor:
+    """int8[N, K] codes from what `halves` packed."""
+    h = packed.shape[1]
+    codes = torch.empty(packed.shape[0], k, dtype=torch.int8, device=packed.device)
+    if signed:  # shifts of int8 are arithmetic
+        torch.bitwise_right_shift(packed, 4, out=codes[:, :h])
+        codes[:, h:] = (packed << 4 >> 4)[:, : k - h]
+    else:
+        codes[:, :h] = packed >> 4 & 15
+        codes[:, h:] = (packed & 15)[:, : k - h]
+    return codes
+
+
+class Reference:
+    """The specification on the plainly packed weight: slow, never wrong."""
+
+    name = "reference"
+    dense = False
+    reference = True
+
+    def why_not(self, contract: DequantMatmul, target: str) -> str | None:
+        return None
+
+    def limit(self, contract: DequantMatmul, target: str) -> int:
+        return INFINITE
+
+    def operands(
+        self, contract: DequantMatmul
+    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        w = contract.weight
+        found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        if w.bits == 4:
+            found["halves"] = (w.n, (w.k + 1) // 2), torch.int8
+        else:
+            found["codes"] = (w.n, w.k), getattr(torch, w.codes)
+        for name, shape, dtype in (
+            ("scale", w.grid, w.scale),
+            ("zero", w.grid, w.zero),
+            ("output_scale", (w.n,), contract.output_scale),
+            ("bias", (w.n,), contract.x if contract.bias else None),
+        ):
+            if dtype is not None:
+                found[name] = shape, dtype
+        return found
+
+    def pack(self, contract: DequantMatmul, source: Operands) -> dict[str, torch.Tensor]:
+        w = source.weight
+        tensors = {
+            "halves": halves(w.codes) if contract.weight.bits == 4 else None,
+            "codes": w.codes, "scale": w.scale, "zero": w.zero,
+            "output_scale": source.output_scale, "bias": source.bias,
+        }  # fmt: skip
+        return {name: t for name in self.operands(contract) if (t := tensors[name]) is not None}
+
+    def run(
+        self, contract: DequantMatmul, x: torch.Tensor, packed: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        return reference(contract, x, self.whole(contract, packed))
+
+    def whole(self, contract: DequantMatmul, packed: Sequence[torch.Tensor]) -> Operands:
+        """The proved weight back from its packed tensors."""
+        named = dict(zip(self.operands(contract), packed, strict=True))
+        codes = named.get("codes")
+        if codes is None:
+            codes = unpacked(named["halves"], contract.weight.k, contract.weight.codes == "int4")
+        weight = QuantizedWeight(contract.weight, codes, named.get("scale"), named.get("zero"))
+        return Operands(weight, named.get("output_scale"), named.get("bias"))
+
+
+REFERENCE = Reference()
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One named case for tests and benchmarks: M, contract, seed of its random weight."""
+
+    name: str
+    m: int
+    contract: DequantMatmul
+
+    def make(self, seed: int = 0) -> tuple[torch.Tensor, Operands]:
+        """(x, operands) with random codes, scales and zeros."""
+        g, w, c = torch.Generator().manual_seed(seed), self.contract.weight, self.contract
+
+        def rand(*shape: int) -> torch.Tensor:
+            return torch.rand(shape, generator=g)
+
+        if w.codes in ("int4", "uint4", "int8", "uint8"):
+            low, high = {"int4": (-8, 8), "uint4": (0, 16), "int8": (-128, 128)}.get(
+                w.codes, (0, 256)
+            )
+            kind = torch.uint8 if w.codes == "uint8" else torch.int8
+            codes = torch.randint(low, high, (w.n, w.k), generator=g).to(kind)
+        else:
+            codes = (torch.randn(w.n, w.k, generator=g) * 20).to(getattr(torch, w.codes))
+        scale = None if w.scale is None else (rand(*w.grid) * 0.02 + 0.002).to(w.scale)
+        zero = None
+        if w.zero is not None and w.zero.is_floating_point:
+            zero = (rand(*w.grid) * 4 + 6).to(w.zero)
+        elif w.zero is not None:
+            zero = torch.randint(0, 16, w.grid, generator=g).to(w.zero)
+        output = None
+        if c.output_scale is not None:
+            output = (rand(w.n) * 0.02 + 0.002).to(c.output_scale)
+        bias = (rand(w.n) - 0.5).to(c.x) if c.bias else None
+        x = torch.randn(self.m, w.k, generator=g).to(c.x)
+        return x, Operands(QuantizedWeight(w, codes, scale, zero), output, bias)
+
+
+def case(
+    codes: str, m: int, n: int, k: int, bn: int, bk: int, x: torch.dtype = torch.bfloat16,
+    arithmetic: str = "q*s", zero: torch.dtype | None = None, bias: bool = False,
+    output_scale: bool = False,
+) -> Case:  # fmt: skip
+    """A case whose weight is computed in the dtype of x."""
+    scale = None if arithmetic in ("q", "q-z") else x
+    form = WeightFormat(codes, n, k, bn, bk, arithmetic, scale, zero, x, x, x)
+    contract = DequantMatmul(form, x, x, x if output_scale else None, bias)
+    return Case(f"{contract.summary} M={m}", m, contract)
+
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+CASES = (
+    case("int4", 1, 384, 384, 1, 64, bias=True),
+    case("int4", 8, 384, 1536, 1, 128),
+    case("int4", 100, 384, 384, 1, 32, FP16),
+    case("int4", 3, 48, 96, 1, 96, FP32),
+    case("int4", 17, 33, 65, 1, 65, bias=True),
+    case("uint4", 5, 64, 256, 1, 64),
+    case("uint4", 64, 64, 256, 1, 64, arithmetic="(q-z)*s", zero=torch.int8),
+    case("uint4", 2, 64, 256, 1, 128, FP16, arithmetic="(q-z)*s", zero=FP16, bias=True),
+    case("uint4", 2, 64, 256, 1, 64, arithmetic="q*s+z", zero=BF16),
+    case("int8", 1, 256, 512, 1, 512),
+    case("int8", 4, 256, 512, 256, 512, bias=True),
+    case("int8", 4, 256, 512, 1, 128),
+    case("int8", 7, 256, 512, 256, 512, arithmetic="q", output_scale=True),
+    case("int8", 40, 256, 512, 256, 512, FP16, arithmetic="q", output_scale=True),
+    case("int8", 3, 256, 512, 256, 1, FP32),
+    case("uint8", 4, 40, 72, 1, 24, arithmetic="(q-z)*s", zero=torch.int16),
+    case("float8_e4m3fn", 4, 200, 300, 128, 128),
+    case("float8_e4m3fn", 1, 64, 128, 1, 128, bias=True),
+    case("float8_e5m2", 33, 64, 128, 64, 128, FP16, arithmetic="q/s"),
+    case("float8_e4m3fn", 9, 64, 128, 1, 32, FP32),
+)

@@ -1,0 +1,37 @@
+"""qinductor: lowers dequantised weights and quantisers in traced models to fused kernels.
+
+    model = torch.compile(model, backend="qinductor")
+    print(qinductor.explain(model, x))
+"""
+
+import functools
+
+from qinductor.errors import OptionError, QinductorError, RequiredPatternError
+from qinductor.explain import explain
+from qinductor.options import Options
+from qinductor.pattern import Pattern
+from qinductor.report import Report, Site, last_report, reports
+from qinductor.weights import refresh
+
+__version__ = "0.1.0"
+__all__ = [
+    "OptionError",
+    "Options",
+    "QinductorError",
+    "Report",
+    "RequiredPatternError",
+    "Site",
+    "explain",
+    "last_report",
+    "refresh",
+    "reports",
+]
+
+
+@functools.cache
+def load() -> tuple[Pattern, ...]:
+    """Imports kernels and patterns: the one place where the core knows of them."""
+    import qinductor.kernels
+    from qinductor.patterns import PATTERNS
+
+    return PATTERNS

@@ -1,0 +1,359 @@
+"""The backend: `torch.compile(model, backend="qinductor")`, from Dynamo's graph to a callable.
+
+One compile is: find and prove sites in the joint graph, before Inductor's own passes (`Matching`);
+let Inductor compile what is left; resolve packed weights at every call (`Compiled`).
+"""
+
+import copy
+import functools
+import hashlib
+import pathlib
+import threading
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._functorch._aot_autograd import descriptors
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.fx import Graph, GraphModule, Interpreter, Node
+
+from qinductor.errors import Refused, RequiredPatternError
+from qinductor.op import costs
+from qinductor.options import Options, unknown
+from qinductor.pattern import Lowering, Pattern, where
+from qinductor.regions import Leaf, Scope
+from qinductor.report import Report, Site, remember
+from qinductor.rewrite import rewrite
+from qinductor.weights import Resolver, Slot
+
+Runner = Callable[[list[Any]], Any]
+STATIC = "_dynamo_static_input_type"
+
+
+def qinductor(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Any = None,
+    compiles: bool = True,
+) -> Callable[..., Any]:
+    """Compiles a Dynamo graph. `compiles` False runs it eagerly after matching (for `explain`).
+
+    Errors: OptionError for bad options; RequiredPatternError if a pattern set to `require` leaves a
+    candidate unlowered. Anything else that goes wrong in here is a row of the report.
+    """
+    chosen = Options.of(options, mode)
+    matching = Matching(gm, example_inputs, chosen, packs=compiles)
+    original = GraphModule(gm, copy.deepcopy(gm.graph))
+    inner = matching.inner_compile if compiles else matching.interpret
+    compiled = compile_fx(
+        gm, list(example_inputs), inner_compile=inner, config_patches=_patches(chosen, matching)
+    )
+    matching.finish()
+    if not compiles or not matching.slots:
+        return compiled  # type: ignore[no-any-return]
+    resolver = Resolver(matching.slots)
+    for slot, tensors in matching.seeds:
+        resolver.seed(slot, example_inputs, tensors)
+    return Compiled(compiled, resolver, matching.report, original)
+
+
+def _patches(options: Options, matching: "Matching") -> dict[str, Any]:
+    """Inductor's options for this compile: the user's, and our pass after the user's own."""
+    patches = dict(torch._inductor.list_mode_options(options.mode) if options.mode else {})
+    patches.update(options.inductor)
+    before = patches.get(
+        "joint_custom_pre_pass", getattr(torch._inductor.config, "joint_custom_pre_pass", None)
+    )
+    passes = list(before) if isinstance(before, (list, tuple)) else [before]
+    patches["joint_custom_pre_pass"] = Passes([p for p in passes if p is not None], matching)
+    # On CUDA it turns products of one row into mul and sum before any pass sees them.
+    patches["coordinate_descent_tuning"] = False
+    return patches
+
+
+_handed = threading.local()  # from `Compiled` to `Appending`, within one call
+
+
+class Compiled:
+    """A compiled graph with its resolver. What no longer fits the compiled contracts runs unfused."""
+
+    def __init__(
+        self,
+        compiled: Callable[..., Any],
+        resolver: Resolver,
+        report: Report,
+        original: GraphModule,
+    ) -> None:
+        self.compiled, self.resolver, self.report = compiled, resolver, report
+        self.original = original
+        self.unfused: Callable[..., Any] | None = None
+
+    def __call__(self, *arguments: Any) -> Any:
+        try:
+            _handed.packed = self.resolver(arguments)
+        except Refused as refusal:
+            return self._unfused(refusal.reason)(*arguments)
+        return self.compiled(*arguments)
+
+    def _unfused(self, reason: str) -> Callable[..., Any]:
+        """The original graph on stock Inductor, which is right for every weight."""
+        if self.unfused is None:
+            self.unfused = torch.compile(self.original, backend="inductor")
+        note = f"at run time, not lowered: {reason}"
+        if note not in self.report.notes:
+            self.report.notes.append(note)
+        return self.unfused
+
+
+class Appending:
+    """Inductor's compiled graph, called with the packed weights after its own inputs."""
+
+    _boxed_call = True
+
+    def __init__(self, compiled: Runner) -> None:
+        self.compiled = compiled
+
+    def __call__(self, inputs: list[Any]) -> Any:
+        inputs.extend(_handed.packed)
+        return self.compiled(inputs)
+
+
+class Passes(CustomGraphPass):  # type: ignore[misc]
+    """The user's passes, then ours, in the one slot that torch 2.11 has."""
+
+    def __init__(self, others: Sequence[Callable[[Graph], None]], ours: "Matching") -> None:
+        self.others, self.ours = others, ours
+
+    def __call__(self, graph: Graph) -> None:
+        for other in self.others:
+            other(graph)
+        self.ours(graph)
+
+    def uuid(self) -> Any:
+        """Names all that the rewritten graph depends on and does not itself contain.
+
+        None (never cached) if a pass of the user's does not say what it is.
+        """
+        others = [p.uuid() if isinstance(p, CustomGraphPass) else None for p in self.others]
+        if any(other is None for other in others):
+            return None
+        return f"qinductor {_sources()} {self.ours.options} {others}"
+
+    def __getstate__(self) -> Any:
+        return self.uuid()
+
+
+@functools.cache
+def _sources() -> str:
+    """A digest of our own source, since a changed fake would make cached code stale."""
+    digest = hashlib.sha256()
+    for path in sorted(pathlib.Path(__file__).parent.glob("**/*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+class Matching:
+    """Finds, proves and rewrites the sites of one graph, and writes its report.
+
+    slots   what the operators of the rewritten graph need at each call, in placeholder order
+    fakes   fake values of those placeholders
+    """
+
+    def __init__(
+        self, gm: GraphModule, arguments: Sequence[Any], options: Options, *, packs: bool
+    ) -> None:
+        from qinductor import load
+
+        self.patterns = load()
+        for name, _ in options.patterns:
+            unknown("pattern", name, [pattern.name for pattern in self.patterns])
+        self.gm, self.arguments, self.options, self.packs = gm, arguments, options, packs
+        self.report = Report(target=options.target or "cpu")
+        self.slots: list[Slot] = []
+        self.seeds: list[tuple[Slot, dict[str, torch.Tensor]]] = []
+        self.fakes: list[torch.Tensor] = []
+        self.ran = False
+        self.rewritten: Graph | None = None
+
+    def __call__(self, graph: Graph) -> None:
+        """The pass itself; also called on the bodies of higher-order operators."""
+        started = time.perf_counter()
+        try:
+            blocked = self._blocked(graph)
+            self.ran = True
+            if not self.packs:  # explain runs the graph as it was
+                owner, graph = graph.owning_module, copy.deepcopy(graph)
+                graph.owning_module = owner
+                self.rewritten = self.rewritten or graph
+            self._match(graph, blocked)
+        except Exception as error:
+            self.report.notes.append(f"matching stopped: {type(error).__name__}: {error}")
+        self.report.matching_seconds += time.perf_counter() - started
+
+    def _match(self, graph: Graph, blocked: str | None) -> None:
+        scope = scope_of(graph, self.gm, self.arguments)
+        for pattern in self.patterns:
+            setting = self.options.setting(pattern.name, pattern.default)
+            if setting == "off":
+                continue
+            for node in list(pattern.candidates(graph, scope)):
+                site = Site(where(node), pattern.name)
+                self.report.sites.append(site)
+                try:
+                    if blocked is not None:
+                        raise Refused(blocked)
+                    self._lower(graph, pattern, node, scope, site)
+                except Refused as refusal:
+                    site.reason = refusal.reason
+                except Exception as error:
+                    site.reason = f"an error of qinductor's own: {type(error).__name__}: {error}"
+        graph.eliminate_dead_code()
+        graph.lint()
+
+    def _lower(
+        self, graph: Graph, pattern: Pattern, node: Node, scope: Scope, site: Site
+    ) -> None:
+        target = self.options.target or _target(node.meta["val"].device)
+        self.report.target = target
+        with unset_fake_temporarily(), torch.no_grad():  # regions run on real tensors
+            lowering = pattern.lower(node, scope, target)
+            packed = lowering.packed() if self.packs else {}
+        site.contract = lowering.contract.summary
+        site.evaluations = lowering.evaluations
+        site.cost = dict(costs(lowering.op, lowering.contract))
+        slot = Slot(
+            site.where,
+            lowering.signature,
+            lowering.leaves,
+            tuple(lowering.plan.operands(lowering.op, lowering.contract)),
+            lowering.pack,
+        )
+        self.fakes.extend(rewrite(graph, lowering))
+        self.slots.append(slot)
+        self.seeds.append((slot, packed))
+        site.lowered, site.provider = True, lowering.plan.summary
+        self._account(lowering)
+
+    def _account(self, lowering: Lowering) -> None:
+        known = {(slot.signature, slot.leaves) for slot in self.slots[:-1]}
+        if (lowering.signature, lowering.leaves) in known:
+            return  # tied weights are packed once
+        dense = {
+            name
+            for _, provider in lowering.plan.steps
+            if lowering.op.providers[provider].dense
+            for name in lowering.op.providers[provider].operands(lowering.contract)
+        }
+        operands = lowering.plan.operands(lowering.op, lowering.contract)
+        for name, (shape, dtype) in operands.items():
+            size = int(torch.Size(shape).numel()) * dtype.itemsize
+            self.report.packed_bytes += size
+            self.report.dense_bytes += size if name in dense else 0
+
+    def _blocked(self, graph: Graph) -> str | None:
+        """Why nothing in this graph can be rewritten, or None."""
+        holders = [node for node in graph.nodes if node.op == "placeholder"]
+        if self.ran:
+            return (
+                "it is in the body of a higher-order operator (cond, loop, checkpoint); only the "
+                "outermost graph is rewritten"
+            )
+        if torch._inductor.config.freezing or dict(self.options.inductor).get("freezing"):
+            return "freezing folds constant weights; wanted torch._inductor.config.freezing False"
+        if any(isinstance(n.meta.get("desc"), descriptors.TangentAOTInput) for n in holders):
+            return "a training graph; wanted torch.no_grad() or parameters that need no gradient"
+        return None
+
+    def inner_compile(self, gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        """Inductor's inner compile, with the packed inputs appended."""
+        self._report_unpassed(gm)
+        if not self.slots:
+            return compile_fx_inner(gm, inputs, **kwargs)
+        first = len(inputs)
+        static = range(first, first + len(self.fakes))
+        kwargs["static_input_idxs"] = [*kwargs.get("static_input_idxs", ()), *static]
+        return Appending(compile_fx_inner(gm, [*inputs, *self.fakes], **kwargs))
+
+    def interpret(self, gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        """Stands in for Inductor's inner compile: runs the graph as it is, compiling no kernel."""
+        self._report_unpassed(gm)
+        interpreter = Interpreter(gm)
+
+        def run(values: list[Any]) -> Any:
+            return interpreter.run(*values)
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    def _report_unpassed(self, gm: GraphModule) -> None:
+        """Refuses every site where Inductor was told to run no joint passes."""
+        if not self.ran:
+            self._match(
+                gm.graph,
+                f"mode {self.options.mode!r} runs no passes; wanted use_joint_graph_passes True",
+            )
+            warnings.warn("qinductor lowers nothing: Inductor runs no joint passes", stacklevel=2)
+
+    def finish(self) -> None:
+        """Publishes the report; RequiredPatternError if a required pattern was not lowered."""
+        remember(self.report)
+        settings = {p.name: self.options.setting(p.name, p.default) for p in self.patterns}
+        missed = [s for s in self.report.sites if settings[s.pattern] == "require" and not s.lowered]
+        if missed:
+            raise RequiredPatternError(
+                f"{len(missed)} sites of a required pattern were not lowered\n{self.report}"
+            )
+
+
+def scope_of(graph: Graph, gm: GraphModule, arguments: Sequence[Any]) -> Scope:
+    """Which placeholders hold constants, by what AOTAutograd and Dynamo say of them."""
+    dynamo = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    written = {
+        argument
+        for node in graph.nodes
+        if node.op == "call_function" and getattr(node.target, "_schema", None) is not None
+        and node.target._schema.is_mutable
+        for argument in node.all_input_nodes[:1]
+    }  # fmt: skip
+    scope = Scope({}, {}, arguments)
+    for node in (n for n in graph.nodes if n.op == "placeholder"):
+        leaf = _leaf(node.meta.get("desc"))
+        if leaf is None or leaf.index >= len(dynamo):
+            scope.why[node] = "is no input of the compiled function"
+        elif node in written:
+            scope.why[node] = "is written to by the graph"
+        elif not isinstance(arguments[leaf.index], torch.Tensor):
+            scope.why[node] = "is a number"
+        elif not _is_static(dynamo[leaf.index], arguments[leaf.index]):
+            scope.why[node] = "is an argument, neither a parameter, a buffer nor an attribute"
+        else:
+            scope.leaves[node] = leaf
+    return scope
+
+
+def _leaf(description: Any) -> Leaf | None:
+    if isinstance(description, descriptors.SubclassGetAttrAOTInput):
+        base = _leaf(description.base)
+        return base and Leaf(base.index, (*base.attributes, description.attr))
+    if isinstance(description, descriptors.PlainAOTInput):
+        return Leaf(description.idx)
+    return None
+
+
+def _is_static(node: Node, value: Any) -> bool:
+    if STATIC in (node.meta.get("tensor_dict") or {}):
+        return True
+    return isinstance(value, torch.nn.Parameter)
+
+
+def _target(device: torch.device) -> str:
+    if device.type != "cuda":
+        return device.type
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"

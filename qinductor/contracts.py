@@ -1,0 +1,217 @@
+"""Contracts: frozen values that say what a subgraph computes; also the report and the compile key.
+
+A contract prints as one line of `field=value` words and `parse` reads that line back, because the
+operator in a compiled (and cached) graph carries its contract as a string argument.
+"""
+
+import dataclasses
+import functools
+from typing import Any, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+# Integer code types: name -> (smallest, largest code, bits a packed code takes).
+INT_CODES: dict[str, tuple[int, int, int]] = {
+    "int4": (-8, 7, 4),
+    "uint4": (0, 15, 4),
+    "int8": (-128, 127, 8),
+    "uint8": (0, 255, 8),
+}
+FLOAT_CODES: dict[str, torch.dtype] = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.float8_e4m3fnuz,
+        torch.float8_e5m2fnuz,
+    )
+}
+# How codes q, scale s and zero z make a weight. The order of operations decides the rounding.
+ARITHMETIC = ("q", "q-z", "q*s", "q/s", "(q-z)*s", "(q-z)/s", "q*s-z*s", "q*s+z")
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightFormat:
+    """A quantised weight W[n, k] = arithmetic(q[n, k], s[n // bn, k // bk], z[n // bn, k // bk]).
+
+    codes       type of q: a key of `INT_CODES` or `FLOAT_CODES`
+    n, k        output and input features of the product that W feeds
+    bn, bk      elements along n and along k that share one scale; the last block may be ragged
+    arithmetic  one of `ARITHMETIC`
+    scale, zero dtypes in which s and z are stored; None where the arithmetic has none
+    inner       dtype in which q - z is computed
+    compute     dtype of every other operation, each rounded in it
+    dtype       dtype of W, converted from `compute`
+    """
+
+    codes: str
+    n: int
+    k: int
+    bn: int
+    bk: int
+    arithmetic: str
+    scale: torch.dtype | None
+    zero: torch.dtype | None
+    inner: torch.dtype
+    compute: torch.dtype
+    dtype: torch.dtype
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Shape of s and of z: the number of blocks along n and along k."""
+        return -(-self.n // self.bn), -(-self.k // self.bk)
+
+    @property
+    def bits(self) -> int:
+        """Bits that one packed code takes."""
+        return INT_CODES[self.codes][2] if self.codes in INT_CODES else 8
+
+    @property
+    def granularity(self) -> str:
+        """The usual name of the block: tensor, channel, group-<bk> or block-<bn>x<bk>."""
+        if self.scale is None:
+            return "no scale"
+        if self.grid == (1, 1):
+            return "tensor"
+        if self.bn == self.n and self.bk == 1:
+            return "input-channel"
+        if self.bk == self.k:
+            return "channel" if self.bn == 1 else f"block-{self.bn}xK"
+        return f"group-{self.bk}" if self.bn == 1 else f"block-{self.bn}x{self.bk}"
+
+    def __str__(self) -> str:
+        return render(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class DequantMatmul:
+    """out[m, n] = x[m, :] . W[n, :] (* output_scale[n]) (+ bias[n]), W as `weight` says.
+
+    x, out        dtypes of the activation and of the result
+    output_scale  dtype of a scale that the graph applies to the product, or None
+    bias          whether the product itself adds a bias of shape [n]
+    """
+
+    weight: WeightFormat
+    x: torch.dtype
+    out: torch.dtype
+    output_scale: torch.dtype | None
+    bias: bool
+
+    def __str__(self) -> str:
+        return render(self)
+
+    @property
+    def summary(self) -> str:
+        """The contract as the report prints it, in the field's terms."""
+        w = self.weight
+        scale = w.scale or self.output_scale
+        place = "" if self.output_scale is None else " after the product"
+        what = w.granularity if self.output_scale is None else "channel"
+        zero = "" if w.zero is None else f" zero {short(w.zero)}"
+        scaled = f" {what} scale {short(scale)}{place}" if scale is not None else " no scale"
+        return f"{short(self.x)} x {w.codes}[{w.n},{w.k}]{scaled}{zero} {w.arithmetic}" + (
+            " +bias" if self.bias else ""
+        )
+
+
+def short(dtype: torch.dtype | None) -> str:
+    """`bf16` for torch.bfloat16 and so on; the dtype's own name where no short one is common."""
+    name = str(dtype).removeprefix("torch.")
+    return {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}.get(
+        name, name
+    )
+
+
+def render(contract: Any, prefix: str = "") -> str:
+    """One line of `field=value` words; nested contracts are written with dotted names."""
+    words = []
+    for field in dataclasses.fields(contract):
+        value = getattr(contract, field.name)
+        name = prefix + field.name
+        if dataclasses.is_dataclass(value):
+            words.append(render(value, name + "."))
+        elif isinstance(value, torch.dtype):
+            words.append(f"{name}={str(value).removeprefix('torch.')}")
+        else:
+            words.append(f"{name}={value}")
+    return " ".join(words)
+
+
+@functools.cache
+def parse(kind: type[T], text: str) -> T:
+    """The contract that `render` wrote; ValueError names the word it cannot read."""
+    words = dict(word.split("=", 1) for word in text.split(" "))
+    return _build(kind, words, "")
+
+
+def _build(kind: type[T], words: dict[str, str], prefix: str) -> T:
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(kind):  # type: ignore[arg-type]
+        name = prefix + field.name
+        if dataclasses.is_dataclass(field.type):
+            values[field.name] = _build(field.type, words, name + ".")  # type: ignore[arg-type]
+        elif name not in words:
+            raise ValueError(f"a {kind.__name__} needs the field {name!r}, got {sorted(words)}")
+        else:
+            values[field.name] = _value(field.type, words[name])
+    return kind(**values)
+
+
+def _value(kind: Any, text: str) -> Any:
+    if text == "None":
+        return None
+    if kind is int:
+        return int(text)
+    if kind is bool:
+        return text == "True"
+    return text if kind is str else getattr(torch, text)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class QuantizedWeight:
+    """A weight that was proved to be what its format says.
+
+    codes        [n, k], one code an element: int8, uint8 or a float8 dtype
+    scale, zero  shape `format.grid`, in the dtypes that the format names; or None
+    """
+
+    format: WeightFormat
+    codes: torch.Tensor
+    scale: torch.Tensor | None
+    zero: torch.Tensor | None
+
+
+def dequantize(
+    form: WeightFormat,
+    codes: torch.Tensor,
+    scale: torch.Tensor | None,
+    zero: torch.Tensor | None,
+) -> torch.Tensor:
+    """W[n, k] in `form.dtype`: the specification of a weight format. The arguments may also be a
+    strip of rows that starts at a block border. Each operation rounds in its own dtype."""
+    rows, k = codes.shape
+    # Blocks that divide K are broadcast over a view; ragged ones are repeated to full size.
+    even = form.bn == 1 and k % form.bk == 0
+
+    def spread(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        t = t.to(dtype)
+        if even:
+            return t[:, :, None]
+        t = t.repeat_interleave(form.bn, 0)[:rows] if form.bn > 1 else t
+        return t.repeat_interleave(form.bk, 1)[:, :k]
+
+    w = codes.view(rows, k // form.bk, form.bk) if even else codes
+    if form.arithmetic.startswith(("(q-z)", "q-z")):
+        assert zero is not None
+        w = w.to(form.inner) - spread(zero, form.inner)
+    w = w.to(form.compute)
+    if scale is not None:
+        s = spread(scale, form.compute)
+        w = w.div_(s) if form.arithmetic.endswith("/s") else w.mul_(s)
+    if form.arithmetic.startswith("q*s") and zero is not None:
+        z = spread(zero, form.compute)
+        w = w + z if form.arithmetic == "q*s+z" else w - z * s
+    return w.to(form.dtype).view(rows, k)

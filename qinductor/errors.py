@@ -1,0 +1,21 @@
+"""The exceptions of qinductor: each says what was given, what was wanted and what to do."""
+
+
+class QinductorError(Exception):
+    """Base of every error that qinductor raises on purpose."""
+
+
+class OptionError(QinductorError, ValueError):
+    """An option has an unknown name or a value it cannot take."""
+
+
+class RequiredPatternError(QinductorError):
+    """A pattern set to `require` left a candidate unlowered; the message holds the table of sites."""
+
+
+class Refused(Exception):
+    """Internal: a check failed. `reason` is the sentence the report prints; it holds both values."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason

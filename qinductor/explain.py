@@ -1,0 +1,38 @@
+"""`explain`: what the backend would lower in a model, without compiling a kernel."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from qinductor.backend import qinductor
+from qinductor.options import Options
+from qinductor.report import Report, joined, reports
+
+
+def explain(
+    model: Callable[..., Any], *args: Any, options: Any = None, dynamic: bool | None = None,
+    **kwargs: Any,
+) -> Report:  # fmt: skip
+    """The report on every graph of `model(*args, **kwargs)`, which is run once, eagerly.
+
+    model    a module or function, compiled or not
+    options  as for torch.compile(backend="qinductor"); dynamic as for torch.compile
+    Weights are identified and proved but not packed. Errors: OptionError for bad options.
+    """
+    model = getattr(model, "_torchdynamo_orig_callable", getattr(model, "_orig_mod", model))
+    Options.of(options, None)
+    before = len(reports())
+    found: list[Report] = []
+
+    def backend(gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        run = qinductor(gm, inputs, options=options, compiles=False)
+        found.append(reports().pop())
+        return run
+
+    del before
+    # A fresh compile each time: what Dynamo has cached for this model holds no report.
+    with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=1 << 20):
+        torch.compile(functools.partial(model), backend=backend, dynamic=dynamic)(*args, **kwargs)
+    return joined(found)

@@ -1,0 +1,429 @@
+"""Identification of a weight region: probes that reveal its codes, scales, zeros and blocks.
+
+Nothing here knows a library or a packing. Everything that does not depend on the codes is computed
+first; its narrowest form (before it is broadcast) is a *parameter*. The region, as a function of
+codes and parameters, is then run on probes: every code equal and every parameter 1 gives one value
+everywhere; doubling a scale doubles it; counting up a zero steps it. Which entry of a parameter an
+element uses is read by writing base-16 digits of the entry's index into it.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch.fx import Node
+
+from qinductor.errors import Refused
+from qinductor.regions import CASTS, FLOAT8, INTEGER, MOVES, Region, aten, describe, evaluate
+from qinductor.rows import Demand, Prefix, Rows, Untracked
+
+BUDGET = 40  # evaluations of one region, the two whole ones of `read` included
+ROW_COUNTS = (32, 256)  # rows to probe on: enough for groups, enough for two blocks of 128
+COUNTING = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
+
+
+class MoreRows(Exception):
+    """The probed rows end before the parameter's first block does."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Parameter:
+    """A scale or zero tensor of the region and how its entries lie over W.
+
+    at        index of its node in `Region.nodes`
+    dtype     narrowest dtype that the region converts it to
+    shape     of the whole tensor
+    bn, bk    block of W that shares an entry
+    axis, step, base   the entry of block (i, j) is at base[:, j], moved i * step along `axis`
+    sign      -1 where the region adds what the format subtracts
+    """
+
+    at: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    bn: int
+    bk: int
+    axis: int
+    step: int
+    base: torch.Tensor
+    sign: int = 1
+
+    def gather(self, value: torch.Tensor, n: int) -> torch.Tensor:
+        """The grid [ceil(n / bn), ceil(k / bk)] of entries, in `dtype`."""
+        at = self.base[:, None, :].repeat(1, -(-n // self.bn), 1)
+        at[self.axis] += torch.arange(at.shape[1])[:, None] * self.step
+        entries = value[tuple(at.to(value.device))].to(self.dtype)
+        return entries * self.sign if self.sign != 1 else entries
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Structure:
+    """What probing found; shared by regions of equal signature, proved anew for each weight.
+
+    code          index of the node that holds the codes
+    bits, signed  of one packed code
+    scale, zero   the parameters
+    arithmetics   candidates, in the order to try
+    dtypes        dtypes in which the region computes
+    evaluations   how many runs on probes this took
+    """
+
+    code: int
+    bits: int
+    signed: bool
+    scale: Parameter | None
+    zero: Parameter | None
+    arithmetics: tuple[str, ...]
+    dtypes: tuple[torch.dtype, ...]
+    evaluations: int
+
+
+class Reduced:
+    """A region as a function of its codes and parameters.
+
+    chains   parameter -> the dtypes it is converted to on its way into the arithmetic
+    nodes    the function in order: fixed inputs (real values: indices), codes, parameters, the rest
+    """
+
+    def __init__(self, region: Region, code: Node) -> None:
+        dependent = _descendants(region.nodes, {code})
+        self.region, self.code = region, code
+        self.chains: dict[Node, set[torch.dtype]] = {}
+        for node in dependent:
+            for source in node.all_input_nodes:
+                if node is not code and source not in dependent:
+                    narrowest, dtypes = _narrowest(source)
+                    self.chains.setdefault(narrowest, set()).update(dtypes)
+        given = {code, *self.chains}
+        needed = _ancestors([region.output], given)
+        moving = _descendants(region.nodes, given) & needed - given
+        order = [node for node in region.nodes if node in moving]
+        self.fixed = [
+            node
+            for node in dict.fromkeys(s for other in order for s in other.all_input_nodes)
+            if node not in moving and node not in given
+        ]
+        self.nodes = [*self.fixed, code, *self.chains, *order]
+
+    def real(self, leaves: Sequence[torch.Tensor]) -> dict[Node, torch.Tensor]:
+        """Real values of parameters, fixed inputs and codes."""
+        region, wanted = self.region, [self.code, *self.chains, *self.fixed]
+        env = {**region.constants, **dict(zip(region.inputs, leaves, strict=True))}
+        needed = _ancestors(wanted, set(env))
+        nodes = [node for node in region.nodes if node in needed]
+        return dict(zip(wanted, evaluate(nodes, env, wanted), strict=True))
+
+
+class Prober:
+    """Runs the reduced region on the first `rows` rows with chosen fills, and counts the runs."""
+
+    def __init__(
+        self, reduced: Reduced, real: Mapping[Node, torch.Tensor], rows: int, spent: int
+    ) -> None:
+        region = reduced.region
+        self.rows, self.evaluations = min(rows, region.shape[0]), spent
+        prefix = Prefix(region.n_axis, rows) if rows < region.shape[0] else None
+        try:
+            self.function = Rows(reduced.nodes, region.output, prefix)
+        except Untracked:
+            self.rows = region.shape[0]
+            self.function = Rows(reduced.nodes, region.output, None)
+        self.region, self.code = region, reduced.code
+        self.values = {n: self.function.take(n, t).cpu() for n, t in real.items()}
+        self.bits, self.whole_words = _width(real[reduced.code], region)
+
+    def like(self, node: Node, value: float) -> torch.Tensor:
+        """A parameter filled with one value."""
+        held = self.values[node]
+        return torch.full(held.shape, value, dtype=torch.float32).to(held.dtype)
+
+    def fill(self, value: int) -> torch.Tensor:
+        """The code tensor with every code equal to `value`."""
+        held = self.values[self.code]
+        if not held.is_floating_point() and not self.whole_words:
+            packed = torch.empty(held.shape, dtype=held.dtype)
+            packed.view(torch.uint8).fill_(value | value << 4 if self.bits == 4 else value)
+            return packed
+        return self.like(self.code, value)
+
+    def __call__(self, code: int, given: Mapping[Node, torch.Tensor]) -> torch.Tensor:
+        """W[rows, K] in float64 for this code everywhere."""
+        self.evaluations += 1
+        if self.evaluations > BUDGET - 2:
+            raise Refused(f"identification needs more than {BUDGET} evaluations of the region")
+        env = {**self.values, **given, self.code: self.fill(code)}
+        return self.region.oriented(self.function(env)).double()
+
+
+def identify(region: Region, leaves: Sequence[torch.Tensor]) -> Structure:
+    """The structure of a region, or Refused with the reason of its likeliest code tensor."""
+    found = [node for node in (*region.inputs, *region.constants) if _may_hold_codes(node, region)]
+    if not found:
+        raise Refused(
+            f"no tensor holds codes: wanted integers or float8 with at least 4 bits for each of "
+            f"{region.shape[0]}x{region.shape[1]} elements, found "
+            f"{', '.join(describe(node) for node in region.inputs) or 'no tensor'}"
+        )
+    reasons = []
+    for code in sorted(found, key=lambda n: -n.meta["val"].numel() * n.meta["val"].itemsize):
+        reduced = Reduced(region, _as_float8(code))
+        spent = 0
+        for rows in (*ROW_COUNTS, region.shape[0]):
+            if rows != region.shape[0] and 2 * rows > region.shape[0]:
+                continue
+            prober = None
+            try:
+                prober = Prober(reduced, reduced.real(leaves), rows, spent)
+                return _structure(reduced, prober)
+            except MoreRows as error:
+                spent = prober.evaluations if prober else spent
+                reasons.append(str(error))
+            except Refused as refusal:
+                reasons.append(f"codes in {describe(code)}: {refusal.reason}")
+                break
+            except (RuntimeError, IndexError, TypeError, ValueError) as error:
+                first = str(error).strip().splitlines()[0] if str(error).strip() else ""
+                reasons.append(f"probing {describe(code)}: {type(error).__name__}: {first}")
+                break
+    raise Refused(reasons[0])
+
+
+def _structure(reduced: Reduced, probe: Prober) -> Structure:
+    scale, zero, divides, given = _roles(reduced, probe)
+    levels = [_level(probe, code, given) for code in (0, 1, 2, 4)]
+    step = levels[1] - levels[0]
+    if step == 0 or levels[2:] != [levels[0] + 2 * step, levels[0] + 4 * step]:
+        raise Refused(
+            f"the response to codes 0, 1, 2, 4 must be a straight line; it is {levels} (a codebook?)"
+        )
+    code = next(c for c in (1, 2, 4) if levels[0] + c * step != 0)
+    arithmetics, additive = (("q/s",) if divides else ("q*s",) if scale else ("q",)), False
+    scale_parameter = zero_parameter = None
+    if scale is not None:
+        one = probe(code, given)
+
+        def ratio(value: torch.Tensor) -> torch.Tensor:
+            return (one / value if divides else value / one) - 1
+
+        scale_parameter = _located(reduced, probe, scale, code, given, ratio, 1)
+    if zero is not None:
+        unit, additive = _unit(probe, zero, scale, code, given)
+        start = probe(code, given)
+        found = _located(reduced, probe, zero, code, given, lambda w: (w - start) / unit, 0)
+        zero_parameter = dataclasses.replace(found, sign=int(unit if additive else -unit))
+        if additive and divides:
+            raise Refused("a scale that divides, with a minimum that is added, is not supported")
+        arithmetics = (
+            ("q*s+z",) if additive else ("(q-z)/s",) if divides
+            else ("(q-z)*s", "q*s-z*s") if scale else ("q-z",)
+        )  # fmt: skip
+    region = reduced.region
+    computing = [n.meta["val"].dtype for n in (*_descendants(region.nodes, {reduced.code}),)]
+    return Structure(
+        code=region.nodes.index(reduced.code),
+        bits=probe.bits,
+        signed=levels[0] < 0,
+        scale=scale_parameter,
+        zero=zero_parameter,
+        arithmetics=arithmetics,
+        dtypes=tuple(dict.fromkeys([region.dtype, *(d for d in computing if _computes(d))])),
+        evaluations=probe.evaluations,
+    )
+
+
+def _roles(
+    reduced: Reduced, probe: Prober
+) -> tuple[Node | None, Node | None, bool, dict[Node, torch.Tensor]]:
+    """(scale, zero, whether the scale divides, parameters filled with 1 and 0 accordingly)."""
+    inputs = list(reduced.chains)
+    floats = [n for n in inputs if probe.values[n].is_floating_point()]
+    given = {node: probe.like(node, 1) for node in floats}
+    zeros = [n for n in inputs if probe.values[n].dtype in INTEGER and _counts(probe, n, given)]
+    given.update({node: probe.like(node, 0) for node in zeros})
+    code, base = next(
+        ((c, level) for c in (5, 3, 6) if (level := _level(probe, c, given)) != 0), (5, 0.0)
+    )
+    scales, divides = [], False
+    for node in floats:
+        doubled = _level(probe, code, {**given, node: probe.like(node, 2)})
+        if doubled != base and doubled in (2 * base, base / 2):
+            scales.append(node)
+            divides = doubled == base / 2
+        elif doubled != base:
+            zeros.append(node)
+    if len(scales) > 1 or len(zeros) > 1:
+        names = [describe(node) for node in (scales if len(scales) > 1 else zeros)]
+        what = "scale" if len(scales) > 1 else "zero"
+        raise Refused(f"wanted at most one {what}, found {len(names)}: {' and '.join(names)}")
+    given.update({node: probe.like(node, 0) for node in zeros})
+    return next(iter(scales), None), next(iter(zeros), None), divides, given
+
+
+def _counts(probe: Prober, node: Node, given: Mapping[Node, torch.Tensor]) -> bool:
+    """Whether adding 1 and 2 to an integer parameter moves W by equal steps, the same everywhere."""
+    held = probe.values[node]
+    sign = -1 if held.numel() and int(held.max()) > torch.iinfo(held.dtype).max - 2 else 1
+    start = probe(5, given)
+    one, two = (probe(5, {**given, node: held + sign * i}) - start for i in (1, 2))
+    first = one.flatten()[0]
+    return bool(first != 0 and (one == first).all() and (two == 2 * first).all())
+
+
+def _unit(
+    probe: Prober, zero: Node, scale: Node | None, code: int, given: Mapping[Node, torch.Tensor]
+) -> tuple[float, bool]:
+    """(what W moves by for a zero of 1, whether it does so whatever the scale)."""
+    doubled = {**given, scale: probe.like(scale, 2)} if scale is not None else dict(given)
+    moves = []
+    for values in (given, doubled):
+        start = _level(probe, code, values)
+        moves.append(_level(probe, code, {**values, zero: probe.like(zero, 1)}) - start)
+    if abs(moves[0]) != 1:
+        raise Refused(f"a zero of 1 must move W by 1 where the scale is 1; it moves by {moves[0]}")
+    return moves[0], scale is not None and moves[0] == moves[1]
+
+
+def _level(probe: Prober, code: int, given: Mapping[Node, torch.Tensor]) -> float:
+    """W for equal codes and parameters: one value, or Refused with two places that differ."""
+    value = probe(code, given)
+    first = float(value.flatten()[0])
+    other = (value != first).nonzero()
+    if len(other):
+        n, k = other[0].tolist()
+        raise Refused(
+            f"with equal codes and parameters W must be equal everywhere; for code {code} "
+            f"W[0,0] = {first:g} and W[{n},{k}] = {float(value[n, k]):g}"
+        )
+    return first
+
+
+def _located(
+    reduced: Reduced,
+    probe: Prober,
+    node: Node,
+    code: int,
+    given: Mapping[Node, torch.Tensor],
+    digit: Callable[[torch.Tensor], torch.Tensor],
+    offset: int,
+) -> Parameter:
+    """Which entry of a parameter each element uses, read digit by digit (base 16)."""
+    held = probe.values[node]
+    flat = torch.arange(held.numel()).view(held.shape)
+    index = torch.zeros(probe.rows, reduced.region.shape[1], dtype=torch.int64)
+    for place in range(max(1, math.ceil(math.log(held.numel(), 16)))):
+        fill = ((flat >> 4 * place & 15) + offset).to(held.dtype)
+        read = digit(probe(code, {**given, node: fill})).round()
+        if not ((read >= 0) & (read <= 15)).all():
+            raise Refused(f"the entries of {describe(node)} cannot be told apart in W")
+        index += read.long() << 4 * place
+    if (index >= held.numel()).any():
+        raise Refused(f"the entries of {describe(node)} cannot be told apart in W")
+    at = torch.stack(torch.unravel_index(index, held.shape)) if held.dim() else index[None]
+    demand = probe.function.demand.get(node)
+    bn, bk, axis, step = _blocks(at, describe(node), probe.rows, reduced.region.shape, demand)
+    shape = tuple(int(size) for size in node.meta["val"].shape)
+    dtypes = [d for d in reduced.chains[node] if d.is_floating_point] or [held.dtype]
+    narrowest = held.dtype if held.dtype in INTEGER else min(dtypes, key=lambda d: d.itemsize)
+    base = at[:, 0, ::bk]
+    where = reduced.region.nodes.index(node)
+    return Parameter(where, narrowest, shape, bn, bk, axis, step, base)
+
+
+def _blocks(
+    at: torch.Tensor, name: str, rows: int, shape: tuple[int, int], demand: Demand
+) -> tuple[int, int, int, int]:
+    """(bn, bk, axis, step) of the entry coordinates at[axis, n, k]."""
+    n, k = shape
+    along_k = (at[:, 0] != at[:, 0, :1]).any(0).nonzero()
+    bk = int(along_k[0]) if len(along_k) else k
+    other = (at != at[:, :, torch.arange(k) // bk * bk]).any(0).any(0).nonzero()
+    if len(other):
+        raise Refused(
+            f"the entries of {name} must change along K in equal blocks; the first has {bk} "
+            f"elements, yet another entry begins at k = {int(other[0])} (act-order?)"
+        )
+    along_n = (at[:, :, 0] != at[:, :1, 0]).any(0).nonzero()
+    if not len(along_n):
+        if rows < n and demand is not None:
+            raise MoreRows(f"{name} has one entry for the first {rows} rows")
+        axis, bn, step = 0, n, 0
+    else:
+        bn = int(along_n[0])
+        moved = at[:, bn, 0] - at[:, 0, 0]
+        axis = int(moved.nonzero()[0])
+        step = int(moved[axis])
+    expected = at[:, :1].repeat(1, rows, 1)
+    expected[axis] += (torch.arange(rows) // bn * step)[:, None]
+    other = (at != expected).any(0).nonzero()
+    if len(other):
+        place = other[0].tolist()
+        raise Refused(
+            f"the entries of {name} must change along N in equal blocks; with blocks of {bn}, "
+            f"row {place[0]} at k = {place[1]} has another entry"
+        )
+    if bn == 1 and bk == 1 and n > 1 and k > 1:
+        raise Refused(f"{name} has one entry for each element, so it is no scale of a block")
+    return bn, bk, axis, step
+
+
+def _width(codes: torch.Tensor, region: Region) -> tuple[int, bool]:
+    """(bits of one packed code, whether each has a word of its own)."""
+    elements = region.shape[0] * region.shape[1]
+    if codes.numel() == elements:
+        return 8, True
+    return (8 if codes.numel() * codes.itemsize >= elements else 4), False
+
+
+def _may_hold_codes(node: Node, region: Region) -> bool:
+    value = node.meta["val"]
+    if value.dtype not in INTEGER and value.dtype not in FLOAT8:
+        return False
+    return bool(value.numel() * value.itemsize * 2 >= region.shape[0] * region.shape[1])
+
+
+def _as_float8(code: Node) -> Node:
+    """The float8 view of a byte tensor, where that is all the region makes of it."""
+    users = list(code.users)
+    if len(users) == 1 and users[0].target is aten.view.dtype and users[0].args[1] in FLOAT8:
+        return users[0]
+    return code
+
+
+def _narrowest(node: Node) -> tuple[Node, set[torch.dtype]]:
+    """The tensor that `node` moves or converts, and the dtypes it takes on the way."""
+    dtypes = {node.meta["val"].dtype}
+    while node.op == "call_function" and node.target in MOVES | CASTS:
+        source = node.args[0]
+        if not isinstance(source, Node):
+            break
+        dtype = source.meta["val"].dtype
+        if node.target in CASTS and dtype not in COUNTING and dtype not in INTEGER:
+            break
+        node = source
+        dtypes.add(dtype)
+    return node, dtypes
+
+
+def _computes(dtype: torch.dtype) -> bool:
+    return dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def _descendants(nodes: Sequence[Node], roots: set[Node]) -> set[Node]:
+    found = set(roots)
+    for node in nodes:
+        if node not in found and not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _ancestors(wanted: Sequence[Node], stop: set[Node]) -> set[Node]:
+    found: set[Node] = set()
+    stack = list(wanted)
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            if node not in stop:
+                stack.extend(node.all_input_nodes)
+    return found

@@ -1,0 +1,167 @@
+"""Operators and their providers: registration, and the choice of a provider by target and M."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import sympy
+import torch
+
+from qinductor.errors import Refused
+
+M = sympy.Symbol("M", integer=True, nonnegative=True)
+LIBRARY = torch.library.Library("qinductor", "DEF")
+INFINITE = 1 << 62
+
+
+class Provider(Protocol):
+    """One way to run an operator. Adding one means writing this in one file of `kernels/`.
+
+    name       unique within its operator
+    dense      whether its packed tensors hold the weight in its dense form (the report says so)
+    reference  whether it is the specification itself: then it never justifies a rewrite
+    """
+
+    name: str
+    dense: bool
+    reference: bool
+
+    def why_not(self, contract: Any, target: str) -> str | None:
+        """None, or one sentence with what the contract has and what this provider takes."""
+
+    def limit(self, contract: Any, target: str) -> int:
+        """Largest M up to which measurement prefers this provider over the later ones."""
+
+    def operands(self, contract: Any) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Name, shape and dtype of each packed tensor that `run` takes, all contiguous, in order.
+
+        A name means the same tensor for every provider of the operator."""
+
+    def pack(self, contract: Any, source: Any) -> dict[str, torch.Tensor]:
+        """The packed tensors, from what the pattern proved."""
+
+    def run(self, contract: Any, x: torch.Tensor, packed: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The operator itself, on x of shape [M, K] with 1 <= M <= limit."""
+
+
+@dataclasses.dataclass
+class Op:
+    """An operator: its name, its contract, its reference, what it costs, who can run it.
+
+    reference    plain torch, the specification
+    cost         contract -> {"bytes", "flops"} as sympy expressions in M
+    providers    in order of preference
+    """
+
+    name: str
+    contract: type
+    reference: Callable[..., torch.Tensor]
+    cost: Callable[[Any], dict[str, sympy.Expr]]
+    providers: dict[str, Provider] = dataclasses.field(default_factory=dict)
+
+    def register(self, provider: Provider) -> None:
+        """Adds a provider; ValueError if its name is taken."""
+        if provider.name in self.providers:
+            raise ValueError(f"{self.name} has a provider {provider.name!r} already")
+        self.providers[provider.name] = provider
+
+    def plan(self, contract: Any, target: str, m: int | None) -> "Plan":
+        """The providers for every M (or for this M alone). Refused, with every provider's reason."""
+        reasons: list[str] = []
+        steps: list[tuple[int, str]] = []
+        reached = -1
+        for provider in self.providers.values():
+            reason = provider.why_not(contract, target)
+            if reason is not None:
+                reasons.append(f"{provider.name}: {reason}")
+                continue
+            limit = provider.limit(contract, target)
+            if limit > reached and (m is None or reached < m <= limit):
+                steps.append((limit, provider.name))
+            reached = max(reached, limit)
+        if all(self.providers[name].reference for _, name in steps):
+            at = "" if m is None else f" at M = {m}"
+            raise Refused(
+                f"no provider for {target}{at} is faster than Inductor's own code: "
+                + ("; ".join(reasons) or "only the reference is registered")
+            )
+        return Plan(tuple(steps))
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Which provider runs which M: (largest M, provider name), ascending."""
+
+    steps: tuple[tuple[int, str], ...]
+
+    def __str__(self) -> str:
+        return ",".join(f"{limit}:{name}" for limit, name in self.steps)
+
+    @staticmethod
+    @functools.cache
+    def parse(text: str) -> "Plan":
+        """The plan that `str` wrote."""
+        steps = (step.split(":") for step in text.split(","))
+        return Plan(tuple((int(limit), name) for limit, name in steps))
+
+    @property
+    def summary(self) -> str:
+        """The plan as the report prints it."""
+        return ", ".join(
+            name if limit >= INFINITE and len(self.steps) == 1
+            else f"{name} (M > {self.steps[i - 1][0]})" if limit >= INFINITE
+            else f"{name} (M <= {limit})"
+            for i, (limit, name) in enumerate(self.steps)
+        )
+
+    def step(self, m: int) -> str:
+        """Name of the provider for this M."""
+        for limit, name in self.steps:
+            if m <= limit:
+                return name
+        return self.steps[-1][1]
+
+    def operands(self, entry: Op, contract: Any) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """All packed tensors that the plan's providers take, each once."""
+        found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        for _, name in self.steps:
+            found.update(entry.providers[name].operands(contract))
+        return found
+
+    def pack(self, entry: Op, contract: Any, source: Any) -> dict[str, torch.Tensor]:
+        """All packed tensors; RuntimeError if a provider packs something else than it declares."""
+        found: dict[str, torch.Tensor] = {}
+        for _, name in self.steps:
+            found.update(entry.providers[name].pack(contract, source))
+        for name, (shape, dtype) in self.operands(entry, contract).items():
+            got = found[name]
+            if tuple(got.shape) != shape or got.dtype != dtype or not got.is_contiguous():
+                raise RuntimeError(
+                    f"packed tensor {name!r} of {entry.name} must be a contiguous {dtype}"
+                    f"{list(shape)}; got {got.dtype}{list(got.shape)}, strides {got.stride()}"
+                )
+        return found
+
+    def run(
+        self, entry: Op, contract: Any, x: torch.Tensor, packed: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """The operator on x[M, K], by the provider for this M."""
+        provider = entry.providers[self.step(x.shape[0])]
+        place = {name: i for i, name in enumerate(self.operands(entry, contract))}
+        return provider.run(contract, x, [packed[place[name]] for name in provider.operands(contract)])
+
+
+OPS: dict[str, Op] = {}
+
+
+def op(entry: Op) -> Op:
+    """Adds an operator to the registry; its functional schema is defined by its kernel family."""
+    if OPS.setdefault(entry.name, entry) is not entry:
+        raise ValueError(f"operator {entry.name!r} is registered already")
+    return entry
+
+
+def costs(entry: Op, contract: Any) -> Mapping[str, str]:
+    """The cost of one call, printed as expressions in M."""
+    return {name: str(value) for name, value in entry.cost(contract).items()}

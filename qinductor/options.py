@@ -1,0 +1,91 @@
+"""Options of the backend: what the user asked for, checked, frozen and part of the compile key."""
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from qinductor.errors import OptionError
+
+SETTINGS = ("on", "off", "require")
+TARGETS = ("cpu", "sm_80", "sm_90", "sm_100")
+MODES = (
+    "default",
+    "reduce-overhead",
+    "max-autotune",
+    "max-autotune-no-cudagraphs",
+    "lite",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Options of `torch.compile(model, backend="qinductor", options=...)`, as a dict or as this.
+
+    patterns   {pattern name: "on" | "off" | "require"}; a name left out takes its default
+    mode       one of torch.compile's modes (torch refuses `mode=` together with `options=`)
+    target     "cpu", "sm_80", "sm_90" or "sm_100": which kernels to choose; None: the graph's device
+    inductor   options passed on to Inductor
+    Errors: OptionError for an unknown name (with the nearest known one) or value.
+    """
+
+    patterns: tuple[tuple[str, str], ...] = ()
+    mode: str | None = None
+    target: str | None = None
+    inductor: tuple[tuple[str, Any], ...] = ()
+
+    def __init__(
+        self,
+        patterns: Mapping[str, str] | tuple[tuple[str, str], ...] = (),
+        mode: str | None = None,
+        target: str | None = None,
+        inductor: Mapping[str, Any] | tuple[tuple[str, Any], ...] = (),
+    ) -> None:
+        patterns, inductor = _mapping("patterns", patterns), _mapping("inductor", inductor)
+        for name, setting in patterns.items():
+            if setting not in SETTINGS:
+                raise OptionError(
+                    f"option patterns[{name!r}] is {setting!r}; wanted one of {', '.join(SETTINGS)}"
+                )
+        _check("mode", mode, MODES)
+        _check("target", target, TARGETS)
+        object.__setattr__(self, "patterns", tuple(sorted(patterns.items())))
+        object.__setattr__(self, "mode", mode)
+        object.__setattr__(self, "target", target)
+        object.__setattr__(self, "inductor", tuple(sorted(inductor.items())))
+
+    @classmethod
+    def of(cls, options: "Mapping[str, Any] | Options | None", mode: str | None) -> "Options":
+        """The options that the backend was called with; `mode` is torch.compile's own argument."""
+        if isinstance(options, Options):
+            return options if mode is None else dataclasses.replace(options, mode=mode)
+        given = _mapping("options", options or {})
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in given:
+            unknown("option", name, known)
+        return cls(**{"mode": mode, **given})
+
+    def setting(self, pattern: str, default: str) -> str:
+        """`on`, `off` or `require` for this pattern."""
+        return dict(self.patterns).get(pattern, default)
+
+
+def unknown(what: str, name: str, known: list[str]) -> None:
+    """OptionError with the nearest known name, unless `name` is known."""
+    if name in known:
+        return
+    near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.0)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise OptionError(f"unknown {what} {name!r}; {hint}known: {', '.join(known)}")
+
+
+def _check(what: str, value: str | None, known: tuple[str, ...]) -> None:
+    if value is not None and value not in known:
+        raise OptionError(f"option {what} is {value!r}; wanted one of {', '.join(known)}")
+
+
+def _mapping(what: str, value: Any) -> dict[str, Any]:
+    try:
+        return dict(value)
+    except (TypeError, ValueError):
+        raise OptionError(f"{what} must be a dict, got {value!r}") from None

@@ -1,0 +1,67 @@
+"""What a pattern family gives the core: candidates, and a lowering for each that is proved."""
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.fx import Graph, Node
+
+from qinductor.op import Op, Plan
+from qinductor.regions import Leaf, Scope
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Lowering:
+    """A proved site, ready to be rewritten.
+
+    op, contract, plan  what runs it
+    replaced            the node whose value the operator gives
+    x                   the operator's activation
+    bypassed            (node, the operand that takes its place) for nodes the operator absorbs
+    leaves, signature   the constants that are packed, and what is done with them
+    pack                leaves' tensors -> {name: packed tensor}; proves again, or raises Refused
+    packed              the packed tensors of the present weights; a call, so that explain can skip it
+    evaluations         (on probes, whole) evaluations of the region that identification took now
+    """
+
+    op: Op
+    contract: Any
+    plan: Plan
+    replaced: Node
+    x: Node
+    bypassed: tuple[tuple[Node, Node], ...]
+    leaves: tuple[Leaf, ...]
+    signature: str
+    pack: Callable[[Sequence[torch.Tensor]], dict[str, torch.Tensor]]
+    packed: Callable[[], dict[str, torch.Tensor]]
+    evaluations: tuple[int, int]
+
+
+class Pattern(Protocol):
+    """A pattern family: one file in `patterns/`.
+
+    name     its option
+    default  "on" if everything it lowers is proved and within the product oracle, else "off"
+    """
+
+    name: str
+    default: str
+
+    def candidates(self, graph: Graph, scope: Scope) -> Iterable[Node]:
+        """Anchors that a user would expect this family to lower."""
+
+    def lower(self, node: Node, scope: Scope, target: str) -> Lowering:
+        """The lowering of a candidate, or Refused with the first check that failed."""
+
+
+def where(node: Node) -> str:
+    """Module path and source line of a node, as far as the graph knows them."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    path = re.sub(r"^L\['\w+'\]\.?", "", stack[-1][0]) if stack else ""
+    path = re.sub(r"(_modules|_parameters|_buffers)\['(\w+)'\]", r"\2", path)
+    path = re.sub(r"\[(?:'(\w+)'|(\d+))\]", r".\1\2", path)
+    lines = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    line = f"{lines[-1][0].rsplit('/', 1)[-1]}:{lines[-1][1]}" if lines else ""
+    return " ".join(filter(None, [path or node.name, line]))

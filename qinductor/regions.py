@@ -1,0 +1,213 @@
+"""Regions: the part of a graph behind one operand, extracted and evaluated as a pure function."""
+
+import dataclasses
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.fx import Graph, Node
+
+from qinductor.errors import Refused
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+# Operators that move elements, or convert them, but compute nothing: the first argument is moved.
+MOVES = {
+    aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default,
+    aten.permute.default, aten.transpose.int, aten.t.default, aten.unsqueeze.default,
+    aten.squeeze.dim, aten.squeeze.dims, aten.clone.default, aten.alias.default,
+    aten.detach.default, aten.lift_fresh_copy.default, aten.repeat.default, aten.slice.Tensor,
+    aten.index.Tensor, aten.index_select.default,
+}  # fmt: skip
+CASTS = {prims.convert_element_type.default, aten._to_copy.default}
+PRODUCTS = {
+    aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default,
+    aten._scaled_mm.default, aten._int_mm.default, aten._grouped_mm.default,
+    aten.convolution.default,
+}  # fmt: skip
+FLOAT8 = tuple(
+    getattr(torch, name)
+    for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
+)
+INTEGER = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """Where a constant is at run time: argument `index`, then these attributes of a subclass."""
+
+    index: int
+    attributes: tuple[str, ...] = ()
+
+    def of(self, arguments: Sequence[Any]) -> torch.Tensor:
+        """The tensor itself."""
+        value = arguments[self.index]
+        for name in self.attributes:
+            value = getattr(value, name)
+        return value  # type: ignore[no-any-return]
+
+    def __str__(self) -> str:
+        return ".".join([f"arg{self.index}", *self.attributes])
+
+
+@dataclasses.dataclass
+class Scope:
+    """What is known of a graph's placeholders: which are constant, and their values now.
+
+    leaves     placeholder -> where its tensor is at run time
+    why        placeholder -> why it is not constant
+    arguments  what the graph was compiled with
+    """
+
+    leaves: dict[Node, Leaf]
+    why: dict[Node, str]
+    arguments: Sequence[Any]
+
+    def value(self, leaf: Leaf) -> torch.Tensor:
+        """The constant's present value."""
+        return leaf.of(self.arguments)
+
+
+class Region:
+    """A pure function of constants, copied out of a graph.
+
+    leaves     its inputs, in the order of the copied graph's placeholders
+    signature  equal for two regions that run the same operators on the same shapes and dtypes
+    n_axis     the axis of the value along which the product's output features lie
+    """
+
+    def __init__(self, output: Node, order: list[Node], scope: Scope, n_axis: int) -> None:
+        self.graph = Graph()
+        self.constants: dict[Node, torch.Tensor] = {}
+        copies: dict[Node, Node] = {}
+        holders = [node for node in order if node.op == "placeholder"]
+        self.leaves = tuple(scope.leaves[node] for node in holders)
+        for node in [*holders, *(node for node in order if node.op != "placeholder")]:
+            if node.op == "get_attr":
+                copies[node] = self.graph.placeholder(f"constant_{len(self.constants)}")
+                self.constants[copies[node]] = _attribute(node)
+            elif node.op == "placeholder":
+                copies[node] = self.graph.placeholder(f"leaf_{len(copies)}")
+            else:
+                copies[node] = self.graph.node_copy(node, copies.__getitem__)
+            known = self.constants.get(copies[node])
+            copies[node].meta = {"val": node.meta.get("val", known)}
+        self.output = copies[output]
+        self.inputs = [copies[node] for node in holders]
+        self.nodes = [copies[node] for node in order]
+        self.n_axis = n_axis
+        value = output.meta["val"]
+        # [N, K] of a weight; a vector (a bias, a product's scale) has no K.
+        self.shape = tuple(int(size) for size in value.shape)
+        if n_axis == 1:
+            self.shape = self.shape[::-1]
+        self.dtype: torch.dtype = value.dtype
+        self.device: torch.device = value.device
+        self.signature = self._signature()
+
+    def _signature(self) -> str:
+        index = {node: i for i, node in enumerate(self.nodes)}
+
+        def text(value: Any) -> str:
+            return f"%{index[value]}" if isinstance(value, Node) else str(value)
+
+        lines = []
+        for node in self.nodes:
+            arguments = torch.fx.node.map_aggregate((node.args, dict(node.kwargs)), text)
+            what = node.op if node.op == "placeholder" else str(node.target)
+            constant = self.constants.get(node)
+            lines.append(f"{what} {arguments} {describe(node)} {_bytes(constant)}")
+        return "\n".join([*lines, f"n_axis={self.n_axis}"])
+
+    def __call__(self, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The value W[N, K] for these leaves: one whole evaluation."""
+        env = {**self.constants, **dict(zip(self.inputs, leaves, strict=True))}
+        (value,) = evaluate(self.nodes, env, [self.output])
+        return self.oriented(value)
+
+    def oriented(self, value: torch.Tensor) -> torch.Tensor:
+        """The value as W[N, K], whichever way the product takes it."""
+        return value if self.n_axis == 0 else value.t()
+
+
+def evaluate(
+    nodes: Iterable[Node], given: Mapping[Node, torch.Tensor], wanted: Sequence[Node]
+) -> list[torch.Tensor]:
+    """Runs `nodes` (in order) from the given values, with no autograd and on real tensors.
+
+    A value is dropped after its last use, so that one large intermediate is alive at a time. The
+    caller has left Inductor's fake mode (`unset_fake_temporarily`) and autograd (`no_grad`).
+    """
+    nodes = [node for node in nodes if node not in given]
+    last = {used: node for node in nodes for used in node.all_input_nodes}
+    keep, env = set(wanted), dict(given)
+    for node in nodes:
+        args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), env.__getitem__)
+        env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+        for used in set(node.all_input_nodes):
+            if last[used] is node and used not in keep:
+                del env[used]
+    return [env[node] for node in wanted]
+
+
+def behind(node: Node, scope: Scope) -> tuple[list[Node], list[Node]]:
+    """(nodes that `node` depends on, itself last, in graph order; the non-constant ones of them)."""
+    seen: set[Node] = set()
+    stack = [node]
+    while stack:
+        current = stack.pop()
+        if current not in seen:
+            seen.add(current)
+            stack.extend(current.all_input_nodes)
+    order = [other for other in node.graph.nodes if other in seen]
+    varying = [n for n in order if n.op == "placeholder" and n not in scope.leaves]
+    return order, varying + [n for n in order if n.op == "call_function" and not pure(n)]
+
+
+def extract(node: Node, order: list[Node], scope: Scope, n_axis: int) -> Region:
+    """The region behind `node`. Refused if its sizes are symbolic or its tensors on two devices."""
+    for other in order:
+        value = other.meta.get("val")
+        if isinstance(value, torch.Tensor) and any(
+            isinstance(size, torch.SymInt) for size in value.shape
+        ):
+            raise Refused(f"the weight's sizes must be numbers; {other.name} is {describe(other)}")
+    devices = {str(n.meta["val"].device) for n in order if n.op == "placeholder"}
+    if len(devices) > 1:
+        raise Refused(f"the weight's tensors must lie on one device; found {sorted(devices)}")
+    return Region(node, order, scope, n_axis)
+
+
+def pure(node: Node) -> bool:
+    """Whether the node computes the same value every time and changes nothing."""
+    target = node.target
+    if target in (operator.getitem,) or not isinstance(target, torch._ops.OpOverload):
+        return target is operator.getitem
+    seeded = torch.Tag.nondeterministic_seeded in target.tags
+    return not seeded and not target._schema.is_mutable
+
+
+def describe(node: Node) -> str:
+    """dtype and shape of a node's value, such as `int8[128, 256]`."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+
+
+def _attribute(node: Node) -> torch.Tensor:
+    value: Any = node.graph.owning_module
+    for name in str(node.target).split("."):
+        value = getattr(value, name)
+    if not isinstance(value, torch.Tensor):
+        raise Refused(f"the weight depends on {node.target}, which is no tensor")
+    return value
+
+
+def _bytes(tensor: torch.Tensor | None) -> str:
+    if tensor is None:
+        return ""
+    with unset_fake_temporarily(), torch.no_grad():
+        return str(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).tolist())

@@ -1,0 +1,116 @@
+"""What was lowered, and why the rest was not: one row per site, as text and as data."""
+
+import collections
+import dataclasses
+import threading
+from typing import Any
+
+# Reports that a thread keeps: enough for a model with many graph breaks.
+KEPT = 256
+
+
+@dataclasses.dataclass
+class Site:
+    """One candidate: a row of the report.
+
+    where     module path, and source line where the graph knows it
+    pattern   name of the pattern that found it
+    lowered   whether a provider runs it now
+    contract  what it was proved to compute, in the field's terms; None if nothing was proved
+    provider  what runs it, by range of M; None if it was left to Inductor
+    reason    the first check that failed, with what was found and what was wanted; None if lowered
+    cost      bytes and flops of the lowered operator, expressions in M
+    evaluations  runs of the region that identification took, and how many of them were whole
+    """
+
+    where: str
+    pattern: str
+    lowered: bool = False
+    contract: str | None = None
+    provider: str | None = None
+    reason: str | None = None
+    cost: dict[str, str] | None = None
+    evaluations: tuple[int, int] | None = None
+
+
+@dataclasses.dataclass
+class Report:
+    """The decisions about one compiled graph (`explain` joins all graphs of a model).
+
+    target            "cpu", "sm_90", ...: what the providers were chosen for
+    matching_seconds  time spent finding, identifying, proving and packing
+    packed_bytes      bytes of packed weights held beside the model's own tensors
+    dense_bytes       those of them that hold a weight in its dense form
+    notes             what concerns the graph and no single site
+    """
+
+    target: str = "cpu"
+    sites: list[Site] = dataclasses.field(default_factory=list)
+    matching_seconds: float = 0.0
+    packed_bytes: int = 0
+    dense_bytes: int = 0
+    graphs: int = 1
+    notes: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def lowered(self) -> int:
+        """Number of sites that were lowered."""
+        return sum(site.lowered for site in self.sites)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain data; `sites` holds one dict per row."""
+        return {**dataclasses.asdict(self), "lowered": self.lowered}
+
+    def __str__(self) -> str:
+        head = (
+            f"qinductor: {self.lowered} of {len(self.sites)} sites lowered for {self.target} "
+            f"({self.graphs} graph{'s' * (self.graphs != 1)}; matching {self.matching_seconds:.2f} s; "
+            f"packed weights {self.packed_bytes / 1e6:.2f} MB, of them dense "
+            f"{self.dense_bytes / 1e6:.2f} MB)"
+        )
+        rows = [("where", "pattern", "contract", "lowered to, or why not")]
+        for site in self.sites:
+            outcome = site.provider if site.lowered else f"NOT LOWERED: {site.reason}"
+            rows.append((site.where, site.pattern, site.contract or "-", outcome or "-"))
+        widths = [max(len(row[i]) for row in rows) for i in range(3)]
+        lines = [
+            "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]])
+            for row in rows
+        ]
+        return "\n".join([head, *(lines if self.sites else ()), *self.notes])
+
+
+_local = threading.local()
+
+
+def remember(report: Report) -> None:
+    """Makes `report` the last one of this thread."""
+    reports().append(report)
+
+
+def reports() -> "collections.deque[Report]":
+    """The reports of this thread's last compiled graphs, oldest first; one per graph."""
+    if not hasattr(_local, "reports"):
+        _local.reports = collections.deque(maxlen=KEPT)
+    kept: collections.deque[Report] = _local.reports
+    return kept
+
+
+def last_report() -> Report | None:
+    """The report of the graph that this thread compiled last; None before the first."""
+    return reports()[-1] if reports() else None
+
+
+def joined(parts: list[Report]) -> Report:
+    """One report over several graphs."""
+    if len(parts) == 1:
+        return parts[0]
+    return Report(
+        target=parts[0].target if parts else "cpu",
+        sites=[site for part in parts for site in part.sites],
+        matching_seconds=sum(part.matching_seconds for part in parts),
+        packed_bytes=sum(part.packed_bytes for part in parts),
+        dense_bytes=sum(part.dense_bytes for part in parts),
+        graphs=len(parts),
+        notes=[note for part in parts for note in part.notes],
+    )

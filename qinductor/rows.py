@@ -1,0 +1,249 @@
+"""A region evaluated on its first rows only, so that identification costs no whole evaluations.
+
+From "the first m of the output along one axis" the demand is carried back, node by node, to the
+inputs. A node without a rule for its demand raises `Untracked`: the caller evaluates the whole.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from qinductor.regions import CASTS, aten, prims
+
+VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
+SAME = CASTS | {aten.clone.default, aten.alias.default, aten.detach.default,
+                aten.lift_fresh_copy.default}  # fmt: skip
+MAKERS = {aten.full.default, aten.empty.memory_format, aten.scalar_tensor.default,
+          prims.iota.default}  # fmt: skip
+
+
+class Untracked(Exception):
+    """A node has no rule for the demand that reached it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Prefix:
+    """The first `size` elements along `axis`."""
+
+    axis: int
+    size: int
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """That part of a tensor; all of it where it is shorter."""
+        return tensor.narrow(self.axis, 0, min(self.size, tensor.shape[self.axis]))
+
+
+Demand = Prefix | None  # None: the whole
+Needs = dict[Node, Demand]
+
+
+class Rows:
+    """The function from some inputs to a prefix of `output` (all of it for `prefix` None).
+
+    demand  node -> the part of it that is computed or, for an input, taken
+    """
+
+    def __init__(self, nodes: Sequence[Node], output: Node, prefix: Demand) -> None:
+        self.output = output
+        self.demand: Needs = {output: prefix}
+        steps = []
+        for node in reversed(nodes):
+            demand = self.demand[node]
+            needs, arguments = (dict.fromkeys(node.all_input_nodes), node.args)
+            if demand is not None and node.op == "call_function":
+                needs, arguments = _rule(node, demand)
+            for source, need in needs.items():
+                self.demand[source] = _join(need, self.demand.get(source, need))
+            steps.append((node, needs, arguments))
+        self.steps = steps[::-1]
+
+    def take(self, node: Node, tensor: torch.Tensor) -> torch.Tensor:
+        """The part of an input's whole tensor that the function takes."""
+        demand = self.demand.get(node)
+        return tensor if demand is None else demand.of(tensor)
+
+    def __call__(self, given: Mapping[Node, torch.Tensor]) -> torch.Tensor:
+        """The output's prefix; `given` holds the inputs as `take` returns them."""
+        env = dict(given)
+        for node, needs, arguments in self.steps:
+            if node in env:
+                continue
+
+            def value(source: Node, needs: Needs = needs) -> torch.Tensor:
+                need = needs[source]
+                return env[source] if need is None else need.of(env[source])
+
+            args, kwargs = torch.fx.node.map_arg((arguments, dict(node.kwargs)), value)
+            env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+            demand = self.demand[node]
+            if demand is not None:
+                env[node] = demand.of(env[node])
+        return env[self.output]
+
+
+def _join(a: Demand, b: Demand) -> Demand:
+    """A demand that holds both; the whole where they lie along different axes."""
+    if a is None or b is None or a.axis != b.axis:
+        return None
+    return a if a.size >= b.size else b
+
+
+def _shape(node: Any) -> tuple[int, ...]:
+    return tuple(int(size) for size in node.meta["val"].shape)
+
+
+def _rule(node: Node, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
+    """(what of each input this node needs, its arguments with sizes made to fit)."""
+    target, arguments = node.target, node.args
+    if target in MAKERS:
+        return {}, arguments
+    if target in VIEWS:
+        return _view(node, want)
+    if target in SAME:
+        return {arguments[0]: want}, arguments  # type: ignore[dict-item]
+    handler = _HANDLERS.get(target)
+    if handler is not None:
+        return handler(node, want)
+    if isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags:
+        return _pointwise(node, want), arguments
+    raise Untracked(f"{target} has no row rule")
+
+
+def _pointwise(node: Node, want: Prefix) -> Needs:
+    needs: Needs = {}
+    for source in node.all_input_nodes:
+        axis = want.axis - (len(_shape(node)) - len(_shape(source)))
+        whole = axis < 0 or _shape(source)[axis] == 1
+        needs[source] = None if whole else Prefix(axis, want.size)
+    return needs
+
+
+def _view(node: Node, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
+    source, shape, inner = node.args[0], list(_shape(node)), _shape(node.args[0])
+    before, after = math.prod(shape[: want.axis]), math.prod(shape[want.axis + 1 :])
+    for axis, size in enumerate(inner):
+        if math.prod(inner[:axis]) == before and (size > 1 or shape[want.axis] == 1):
+            step = math.prod(inner[axis + 1 :])  # one row of the input, in elements
+            unit = math.lcm(step, after)
+            count = min(-(-want.size * after // unit) * (unit // step), size)
+            if count * step % after:
+                break
+            shape[want.axis] = count * step // after
+            return {source: Prefix(axis, count)}, (source, shape)  # type: ignore[dict-item]
+    raise Untracked(f"rows of {list(_shape(node))} are no rows of {list(inner)}")
+
+
+def _expand(node: Node, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
+    shape = list(_shape(node))
+    shape[want.axis] = want.size
+    return _pointwise(node, want), (node.args[0], shape)
+
+
+def _permute(node: Node, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
+    source, dims = node.args
+    return {source: Prefix(dims[want.axis] % len(dims), want.size)}, node.args  # type: ignore
+
+
+def _transpose(node: Node, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
+    rank = len(_shape(node))
+    a, b = (int(d) % rank for d in (node.args[1:] or (0, 1)))  # type: ignore[call-overload]
+    axis = {a: b, b: a}.get(want.axis, want.axis) if rank > 1 else want.axis
+    return {node.args[0]: Prefix(axis, want.size)}, node.args  # type: ignore[dict-item]
+
+
+def _unsqueeze(node: Node, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
+    source, dim = node.args[0], int(node.args[1]) % len(_shape(node))  # type: ignore[call-overload]
+    need = None if dim == want.axis else Prefix(want.axis - (dim < want.axis), want.size)
+    return {source: need}, node.args  # type: ignore[dict-item]
+
+
+def _squeeze(node: Node, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
+    source, dims = node.args
+    inner = _shape(source)
+    gone = {int(d) % len(inner) for d in (dims if isinstance(dims, (list, tuple)) else [dims])}
+    kept = [axis for axis in range(len(inner)) if axis not in gone or inner[axis] != 1]
+    return {source: Prefix(kept[want.axis], want.size)}, node.args  # type: ignore[dict-item]
+
+
+def _view_dtype(node: Node, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
+    source, size = node.args[0], want.size
+    if want.axis == len(_shape(node)) - 1:
+        bits = [n.meta["val"].dtype.itemsize for n in (node, source)]  # type: ignore[union-attr]
+        size = -(-want.size * bits[0] // bits[1])
+    return {source: Prefix(want.axis, size)}, node.args  # type: ignore[dict-item]
+
+
+def _slice(node: Node, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
+    source, dim, start, _, step = (*node.args, *(0, 0, None, 1)[len(node.args) - 1 :])
+    rank, inner = len(_shape(node)), _shape(source)
+    if int(dim) % rank != want.axis:  # type: ignore[call-overload]
+        return {source: want}, node.args  # type: ignore[dict-item]
+    start = int(start or 0)  # type: ignore[call-overload]
+    start = max(start + inner[want.axis], 0) if start < 0 else start
+    size = min(start + (want.size - 1) * int(step) + 1, inner[want.axis])  # type: ignore
+    return {source: Prefix(want.axis, size)}, (source, dim, start, size, step)  # type: ignore
+
+
+def _select(node: Node, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
+    source, dim = node.args[0], int(node.args[1]) % (len(_shape(node)) + 1)  # type: ignore
+    return {source: Prefix(want.axis + (want.axis >= dim), want.size)}, node.args  # type: ignore
+
+
+def _cat(node: Node, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
+    dim = (int(node.args[1]) if len(node.args) > 1 else 0) % len(_shape(node))  # type: ignore
+    if dim == want.axis:
+        raise Untracked("the rows are concatenated")
+    return dict.fromkeys(node.all_input_nodes, want), node.args
+
+
+def _index(node: Node, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
+    source, indices = node.args[0], list(node.args[1])  # type: ignore[arg-type]
+    used = [i for i, index in enumerate(indices) if index is not None]
+    if len(used) != 1:
+        raise Untracked("the rows are gathered by several indices")
+    at, index = used[0], indices[used[0]]
+    rank = len(_shape(index))
+    if at <= want.axis < at + rank:
+        return {source: None, index: Prefix(want.axis - at, want.size)}, node.args  # type: ignore
+    axis = want.axis if want.axis < at else want.axis - rank + 1
+    return {source: Prefix(axis, want.size), index: None}, node.args  # type: ignore
+
+
+def _pad(node: Node, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
+    source, pads = node.args[0], list(node.args[1])  # type: ignore[arg-type]
+    at = 2 * (len(_shape(node)) - 1 - want.axis)  # pads run from the last axis, (before, after)
+    if at < len(pads):
+        if pads[at] != 0:
+            raise Untracked("the rows are padded in front")
+        pads[at + 1] = max(0, want.size - _shape(source)[want.axis])
+    return {source: want}, (source, pads, *node.args[2:])  # type: ignore[dict-item]
+
+
+def _scatter(node: Node, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
+    dim = (int(node.args[2]) if len(node.args) > 2 else 0) % len(_shape(node))  # type: ignore
+    if dim == want.axis:
+        raise Untracked("the rows are written in blocks")
+    return dict.fromkeys(node.all_input_nodes, want), node.args
+
+
+_HANDLERS = {
+    aten.expand.default: _expand,
+    aten.permute.default: _permute,
+    aten.transpose.int: _transpose,
+    aten.t.default: _transpose,
+    aten.unsqueeze.default: _unsqueeze,
+    aten.squeeze.dim: _squeeze,
+    aten.squeeze.dims: _squeeze,
+    aten.view.dtype: _view_dtype,
+    aten.slice.Tensor: _slice,
+    aten.select.int: _select,
+    aten.cat.default: _cat,
+    aten.index.Tensor: _index,
+    aten.constant_pad_nd.default: _pad,
+    aten.slice_scatter.default: _scatter,
+    aten.copy.default: lambda node, want: (_pointwise(node, want), node.args),
+}

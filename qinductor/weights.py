@@ -1,0 +1,219 @@
+"""Packed weights, resolved at every call: packed at first sight, packed again when a leaf changed.
+
+A compiled graph never holds a weight: two instances of a class share one graph. What it holds is a
+`Slot`; the tensors come from a store shared by all graphs, keyed by the identity of the leaves.
+"""
+
+import dataclasses
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from qinductor.errors import Refused
+from qinductor.regions import Leaf
+
+SAMPLE = 64  # elements of a leaf that its fingerprint reads
+CHECK_EVERY = 64  # calls between two looks at the fingerprints; the second call looks, too
+RESTLESS = 3  # packings on consecutive calls after which a weight counts as no constant
+
+# (own version, outer version, data pointer, storage bytes): all equal means nothing was written,
+# but for writes through `.data` or raw pointers, which bump no version.
+Stamp = tuple[int | None, int | None, int, int]
+
+
+@dataclasses.dataclass(eq=False)
+class Entry:
+    """The packed tensors of one weight, or why there are none; valid while the stamps hold."""
+
+    references: tuple[Any, ...]
+    stamps: tuple[Stamp, ...]
+    prints: tuple[Any, ...]
+    tensors: dict[str, torch.Tensor]
+    refused: str | None = None
+    packed_at: int = 0
+    streak: int = 1
+
+
+@dataclasses.dataclass(eq=False)
+class Slot:
+    """The packed tensors that one operator of a compiled graph takes.
+
+    signature  equal for slots whose `pack` does the same with the same leaves
+    names      of the packed tensors, in the operator's order
+    pack       leaves -> {name: tensor} for these names; Refused if the proof fails
+    """
+
+    where: str
+    signature: str
+    leaves: tuple[Leaf, ...]
+    names: tuple[str, ...]
+    pack: Callable[[Sequence[torch.Tensor]], dict[str, torch.Tensor]]
+    entry: Entry | None = None
+
+
+_store: dict[tuple[Any, ...], Entry] = {}
+_lock = threading.RLock()
+
+
+class Resolver:
+    """Finds the packed tensors of all slots of one compiled graph."""
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        self.slots = list(slots)
+        self.calls = 0
+
+    def __call__(self, arguments: Sequence[Any]) -> list[torch.Tensor]:
+        """The packed tensors, in slot order. Refused if a weight is not what was compiled for."""
+        self.calls += 1
+        look = self.calls == 2 or self.calls % CHECK_EVERY == 0
+        if look and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            look = False
+        found: list[torch.Tensor] = []
+        for slot in self.slots:
+            entry = slot.entry
+            if entry is None or not _current(slot, entry, arguments):
+                entry = self._packed(slot, arguments)
+            elif look and entry.prints != _prints(slot, arguments):
+                _forget(slot, arguments)
+                entry = self._packed(slot, arguments)
+            if entry.refused is not None:
+                raise Refused(f"{slot.where}: {entry.refused}")
+            tensors = entry.tensors
+            found.extend([tensors[name] for name in slot.names])
+        return found
+
+    def seed(self, slot: Slot, arguments: Sequence[Any], tensors: dict[str, torch.Tensor]) -> None:
+        """Stores what was packed when the graph was compiled."""
+        with _lock:
+            slot.entry = _remember(slot, arguments, tensors, None)
+
+    def _packed(self, slot: Slot, arguments: Sequence[Any]) -> Entry:
+        with _lock, unset_fake_temporarily(), torch.no_grad():
+            known = _store.get(_key(slot, arguments))
+            before = known or slot.entry
+            if known is None or not _current(slot, known, arguments) or not _holds(known, slot):
+                tensors, refused = {}, None
+                if known is not None and known.streak >= RESTLESS:
+                    refused = f"its weight changed on {RESTLESS} calls in a row, so it is no constant"
+                else:
+                    try:
+                        tensors = slot.pack([leaf.of(arguments) for leaf in slot.leaves])
+                    except Refused as error:
+                        refused = error.reason
+                known = _remember(slot, arguments, tensors, refused)
+            if before is not None and before is not known and before.packed_at == self.calls - 1:
+                known.streak = before.streak + 1 if before.references == known.references else 1
+            known.packed_at = self.calls
+            slot.entry = known
+            return known
+
+
+def _holds(entry: Entry, slot: Slot) -> bool:
+    return entry.refused is not None or all(name in entry.tensors for name in slot.names)
+
+
+def _key(slot: Slot, arguments: Sequence[Any]) -> tuple[Any, ...]:
+    return (slot.signature, *(id(leaf.of(arguments)) for leaf in slot.leaves))
+
+
+def _remember(
+    slot: Slot, arguments: Sequence[Any], tensors: dict[str, torch.Tensor], refused: str | None
+) -> Entry:
+    key = _key(slot, arguments)
+    old = _store.get(key)
+    if old is not None and refused is None and _current(slot, old, arguments):
+        tensors = {**old.tensors, **tensors}  # another plan of the same weight
+
+    def gone(_: Any) -> None:
+        dead = _store.pop(key, None)
+        if dead is not None:
+            dead.tensors = {}
+
+    values = [leaf.of(arguments) for leaf in slot.leaves]
+    entry = Entry(
+        tuple(weakref.ref(value, gone) for value in values),
+        tuple(_stamp(leaf, arguments) for leaf in slot.leaves),
+        _prints(slot, arguments),
+        tensors,
+        refused,
+    )
+    _store[key] = entry
+    return entry
+
+
+def _forget(slot: Slot, arguments: Sequence[Any]) -> None:
+    with _lock:
+        _store.pop(_key(slot, arguments), None)
+
+
+def _current(slot: Slot, entry: Entry, arguments: Sequence[Any]) -> bool:
+    for leaf, reference, stamp in zip(slot.leaves, entry.references, entry.stamps, strict=True):
+        if reference() is not leaf.of(arguments) or _stamp(leaf, arguments) != stamp:
+            return False
+    return True
+
+
+def _stamp(leaf: Leaf, arguments: Sequence[Any]) -> Stamp:
+    outer = arguments[leaf.index]
+    inner = leaf.of(arguments) if leaf.attributes else outer
+    return (
+        None if inner.is_inference() else inner._version,
+        None if outer is inner or outer.is_inference() else outer._version,
+        inner.data_ptr(),
+        inner.untyped_storage().nbytes(),
+    )
+
+
+def _prints(slot: Slot, arguments: Sequence[Any]) -> tuple[Any, ...]:
+    """A sample of each leaf's bytes."""
+    with unset_fake_temporarily(), torch.no_grad():
+        return tuple(_print(leaf.of(arguments)) for leaf in slot.leaves)
+
+
+def _print(tensor: torch.Tensor) -> tuple[int, ...]:
+    count = tensor.numel()
+    if not count:
+        return ()
+    at = torch.arange(0, count, max(1, count // SAMPLE), device=tensor.device)[: SAMPLE + 1]
+    flat = tensor.detach().reshape(-1) if tensor.is_contiguous() else tensor.detach().flatten()
+    raw = flat.view(torch.uint8).view(count, tensor.itemsize)
+    return tuple(raw[at].cpu().flatten().tolist())
+
+
+def refresh(model: torch.nn.Module | None = None) -> int:
+    """Packs weights again at their next use, after writes that bump no version (`.data`, pointers).
+
+    model: whose parameters, buffers and tensor attributes to refresh; None for every weight.
+    Returns how many packed weights were dropped.
+    """
+    pointers = None if model is None else _pointers(model)
+    with _lock:
+        dropped = 0
+        for key, entry in list(_store.items()):
+            if pointers is None or any(stamp[2] in pointers for stamp in entry.stamps):
+                del _store[key]
+                entry.stamps = tuple((None, None, -1, -1) for _ in entry.stamps)
+                dropped += 1
+    return dropped
+
+
+def _pointers(model: torch.nn.Module) -> set[int]:
+    found: set[int] = set()
+
+    def add(value: Any) -> None:
+        if not isinstance(value, torch.Tensor):
+            return
+        if hasattr(value, "__tensor_flatten__"):
+            for name in value.__tensor_flatten__()[0]:
+                add(getattr(value, name))
+        else:
+            found.add(value.data_ptr())
+
+    for module in model.modules():
+        for value in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
+            add(value)
+    return found
