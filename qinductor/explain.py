@@ -1,6 +1,5 @@
 """`explain`: what the backend would lower in a model, without compiling a kernel."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +22,6 @@ def explain(
     """
     model = getattr(model, "_torchdynamo_orig_callable", getattr(model, "_orig_mod", model))
     Options.of(options, None)
-    before = len(reports())
     found: list[Report] = []
 
     def backend(gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
@@ -31,8 +29,7 @@ def explain(
         found.append(reports().pop())
         return run
 
-    del before
     # A fresh compile each time: what Dynamo has cached for this model holds no report.
     with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=1 << 20):
-        torch.compile(functools.partial(model), backend=backend, dynamic=dynamic)(*args, **kwargs)
+        torch.compile(model, backend=backend, dynamic=dynamic)(*args, **kwargs)
     return joined(found)

@@ -167,7 +167,7 @@ def identify(region: Region, leaves: Sequence[torch.Tensor]) -> Structure:
         )
     reasons = []
     for code in sorted(found, key=lambda n: -n.meta["val"].numel() * n.meta["val"].itemsize):
-        reduced = Reduced(region, _as_float8(code))
+        reduced = Reduced(region, _codes_of(code))
         spent = 0
         for rows in (*ROW_COUNTS, region.shape[0]):
             if rows != region.shape[0] and 2 * rows > region.shape[0]:
@@ -241,16 +241,26 @@ def _roles(
     given = {node: probe.like(node, 1) for node in floats}
     zeros = [n for n in inputs if probe.values[n].dtype in INTEGER and _counts(probe, n, given)]
     given.update({node: probe.like(node, 0) for node in zeros})
-    code, base = next(
-        ((c, level) for c in (5, 3, 6) if (level := _level(probe, c, given)) != 0), (5, 0.0)
-    )
+    low, high = (_level(probe, code, given) for code in (3, 5))
+    if low == high:
+        raise Refused(
+            f"W must depend on the codes when the other tensors are filled with ones; it is {low:g} "
+            "for code 3 and for code 5 (a codebook?)"
+        )
     scales, divides = [], False
     for node in floats:
-        doubled = _level(probe, code, {**given, node: probe.like(node, 2)})
-        if doubled != base and doubled in (2 * base, base / 2):
+        doubled = {**given, node: probe.like(node, 2)}
+        lower, higher = (_level(probe, code, doubled) for code in (3, 5))
+        slope = (higher - lower) / (high - low)
+        if slope in (2, 0.5):
             scales.append(node)
-            divides = doubled == base / 2
-        elif doubled != base:
+            divides = slope == 0.5
+        elif slope != 1:
+            raise Refused(
+                f"doubling {describe(node)} must double, halve or keep W's step from code to code; "
+                f"it makes it {slope:g} times as large"
+            )
+        elif lower != low:
             zeros.append(node)
     if len(scales) > 1 or len(zeros) > 1:
         names = [describe(node) for node in (scales if len(scales) > 1 else zeros)]
@@ -382,11 +392,14 @@ def _may_hold_codes(node: Node, region: Region) -> bool:
     return bool(value.numel() * value.itemsize * 2 >= region.shape[0] * region.shape[1])
 
 
-def _as_float8(code: Node) -> Node:
-    """The float8 view of a byte tensor, where that is all the region makes of it."""
-    users = list(code.users)
-    if len(users) == 1 and users[0].target is aten.view.dtype and users[0].args[1] in FLOAT8:
-        return users[0]
+def _codes_of(code: Node) -> Node:
+    """The part, or the float8 view, of a tensor that is all the region makes of it."""
+    while len(code.users) == 1:
+        user = next(iter(code.users))
+        float8 = user.target is aten.view.dtype and user.args[1] in FLOAT8
+        if not float8 and user.target not in (aten.select.int, aten.slice.Tensor):
+            break
+        code = user
     return code
 
 

@@ -34,21 +34,30 @@ def read(region: Region, structure: Structure, leaves: Sequence[torch.Tensor]) -
         ).to(real[node].dtype)
     (unit,) = evaluate(reduced.nodes, given, [region.output])
     name, codes = _codes(region.oriented(unit), real[reduced.code].dtype, structure)
-    grids = _common(structure, {p: real[node] for node, p in parameters.items()}, region.shape)
-    bn, bk, scale, zero = grids
+    bn, bk, scale, zero = _common(
+        structure, {p: real[node] for node, p in parameters.items()}, region.shape
+    )
     value = region(leaves)
     nearest = ""
-    for form in _candidates(region, structure, name, bn, bk, scale, zero):
-        rows = min(max(STRIP // bn, 1) * bn, form.n)
-        blocks = -(-rows // bn)
-        strip = dequantize(form, codes[:rows], _head(scale, blocks), _head(zero, blocks))
-        nearest = difference(strip, value[:rows]) or difference(
-            dequantize(form, codes, scale, zero), value
-        )
+    for weight in _candidates(region, structure, name, bn, bk, codes, scale, zero):
+        nearest = _differs(weight, value)
         if not nearest:
-            return QuantizedWeight(form, codes, scale, zero)
-        nearest = f"{form.codes} {form.granularity} {form.arithmetic} in {form.compute}: {nearest}"
+            return weight
     raise Refused(f"the region is not bitwise equal to its nearest format, {nearest}")
+
+
+def _differs(weight: QuantizedWeight, value: torch.Tensor) -> str:
+    """Empty if the reference equals the region, else where it does not; a strip is tried first."""
+    form = weight.format
+    rows = min(max(STRIP // form.bn, 1) * form.bn, form.n)
+    for part in (rows, form.n):
+        blocks = -(-part // form.bn)
+        scale, zero = (t if t is None else t[:blocks] for t in (weight.scale, weight.zero))
+        found = difference(dequantize(form, weight.codes[:part], scale, zero), value[:part])
+        if found:
+            return f"{form.codes} {form.granularity} {form.arithmetic} in {form.compute}: {found}"
+    return ""
+
 
 
 def difference(ours: torch.Tensor, region: torch.Tensor) -> str:
@@ -79,20 +88,25 @@ def _codes(
     if name in FLOAT_CODES:
         return name, unit.to(torch.float32).to(dtype).contiguous()
     whole = unit.to(torch.float32)
-    low, high = (float(whole.min()), float(whole.max())) if whole.numel() else (0.0, 0.0)
-    if not (-128 <= low and high <= 255 and high - low <= 255) or (whole != whole.round()).any():
+    if (whole != whole.round()).any():
         odd = whole[whole != whole.round()]
-        raise Refused(
-            "codes must be whole numbers of 8 bits; under unit scales W "
-            + (f"has {float(odd[0])!r}" if odd.numel() else f"runs from {low:g} to {high:g}")
-        )
-    for name in ("int4", "uint4") if structure.signed or structure.bits > 4 else ("uint4", "int4"):
+        raise Refused(f"codes must be whole numbers; under unit scales W has {float(odd[0])!r}")
+    name = _code_type(whole, structure.signed)
+    return name, whole.to(_storage(name)).contiguous()
+
+
+def _code_type(codes: torch.Tensor, signed: bool) -> str:
+    """The narrowest integer code type that holds these codes; `signed` decides between two."""
+    low, high = (int(codes.min()), int(codes.max())) if codes.numel() else (0, 0)
+    narrow = ("int4", "uint4") if signed else ("uint4", "int4")
+    for name in (*narrow, "int8", "uint8"):
         if INT_CODES[name][0] <= low and high <= INT_CODES[name][1]:
-            return name, whole.to(torch.int8).contiguous()
-    name = "int8" if high <= 127 else "uint8"
-    if low < INT_CODES[name][0]:
-        raise Refused(f"codes must fit int8 or uint8; they run from {low:g} to {high:g}")
-    return name, whole.to(getattr(torch, name)).contiguous()
+            return name
+    raise Refused(f"codes must fit int8 or uint8; they run from {low} to {high}")
+
+
+def _storage(name: str) -> torch.dtype:
+    return torch.uint8 if name == "uint8" else torch.int8
 
 
 def _common(
@@ -117,23 +131,47 @@ def _common(
 
 
 def _candidates(
-    region: Region, structure: Structure, codes: str, bn: int, bk: int,
-    scale: torch.Tensor | None, zero: torch.Tensor | None,
-) -> Iterator[WeightFormat]:  # fmt: skip
+    region: Region, structure: Structure, name: str, bn: int, bk: int,
+    codes: torch.Tensor, scale: torch.Tensor | None, zero: torch.Tensor | None,
+) -> Iterator[QuantizedWeight]:  # fmt: skip
+    """Weights to compare with the region; those without a zero first, where it is one number."""
+    n, k = region.shape
     base = WeightFormat(
-        codes=codes, n=region.shape[0], k=region.shape[1], bn=bn, bk=bk, arithmetic="q",
-        scale=scale.dtype if scale is not None else None,
-        zero=zero.dtype if zero is not None else None,
-        inner=region.dtype, compute=region.dtype, dtype=region.dtype,
+        name, n, k, bn, bk, "q", None if scale is None else scale.dtype, None,
+        region.dtype, region.dtype, region.dtype,
     )  # fmt: skip
-    dtypes = structure.dtypes
+    if zero is not None and structure.arithmetics[0] != "q*s+z":
+        folded = _without_zero(codes, zero, structure.signed)
+        if folded is not None:
+            arithmetic = {"q-z": "q", "(q-z)/s": "q/s"}.get(structure.arithmetics[0], "q*s")
+            form = dataclasses.replace(base, codes=folded[0], arithmetic=arithmetic)
+            for compute in structure.dtypes:
+                form = dataclasses.replace(form, compute=compute, inner=compute)
+                yield QuantizedWeight(form, folded[1], scale, None)
     # Where z is an integer, q - z is exact in every dtype here, so one is enough.
-    inner = dtypes if zero is not None and zero.is_floating_point() else (None,)
-    for arithmetic, compute, within in itertools.product(structure.arithmetics, dtypes, inner):
-        yield dataclasses.replace(
-            base, arithmetic=arithmetic, compute=compute, inner=within or compute
-        )
+    inner = structure.dtypes if zero is not None and zero.is_floating_point() else (None,)
+    for arithmetic, compute, within in itertools.product(
+        structure.arithmetics, structure.dtypes, inner
+    ):
+        form = dataclasses.replace(
+            base, arithmetic=arithmetic, compute=compute, inner=within or compute,
+            zero=None if zero is None else zero.dtype,
+        )  # fmt: skip
+        yield QuantizedWeight(form, codes, scale, zero)
 
 
-def _head(tensor: torch.Tensor | None, count: int) -> torch.Tensor | None:
-    return None if tensor is None else tensor[:count]
+def _without_zero(
+    codes: torch.Tensor, zero: torch.Tensor, signed: bool
+) -> tuple[str, torch.Tensor] | None:
+    """(code type, codes with the zero subtracted) where all zeros are one whole number."""
+    first = float(zero.flatten()[0]) if zero.numel() else 0.0
+    if not first.is_integer() or abs(first) > 255 or bool((zero != zero.flatten()[0]).any()):
+        return None
+    if codes.dtype.is_floating_point:
+        return None
+    moved = codes.to(torch.int16) - int(first)
+    try:
+        name = _code_type(moved, signed or first > 0)
+    except Refused:
+        return None
+    return name, moved.to(_storage(name))
