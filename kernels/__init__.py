@@ -1,10 +1,5 @@
-"""Kernel families: operators, their references and their providers, one family a file.
+"""Kernel families: operators, their references and their providers. Import as `qinductor.kernels`.
 
-Importing this package imports every file in it, so that a new provider is one new file.
+Nothing is imported here: run from the repository's root, other libraries take this folder for the
+package `kernels` and import it when they look for that.
 """
-
-import importlib
-import pkgutil
-
-for _module in pkgutil.iter_modules(__path__):
-    importlib.import_module(f"{__name__}.{_module.name}")

@@ -5,6 +5,8 @@
 """
 
 import functools
+import importlib
+import pkgutil
 
 from qinductor.errors import OptionError, QinductorError, RequiredPatternError
 from qinductor.explain import explain
@@ -30,8 +32,14 @@ __all__ = [
 
 @functools.cache
 def load() -> tuple[Pattern, ...]:
-    """Imports kernels and patterns: the one place where the core knows of them."""
-    import qinductor.kernels
+    """Imports kernels and patterns: the one place where the core knows of them.
+
+    Every file of `kernels` is imported, so that a new provider is one new file.
+    """
+    import qinductor.kernels as kernels
     from qinductor.patterns import PATTERNS
+
+    for file in pkgutil.iter_modules(kernels.__path__):
+        importlib.import_module(f"{kernels.__name__}.{file.name}")
 
     return PATTERNS

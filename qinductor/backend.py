@@ -19,7 +19,7 @@ from torch._functorch._aot_autograd import descriptors
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.fx import Graph, GraphModule, Interpreter, Node
+from torch.fx import Graph, GraphModule, Node
 
 from qinductor.errors import Refused, RequiredPatternError
 from qinductor.op import costs
@@ -42,7 +42,7 @@ def qinductor(
     options: Any = None,
     compiles: bool = True,
 ) -> Callable[..., Any]:
-    """Compiles a Dynamo graph. `compiles` False runs it eagerly after matching (for `explain`).
+    """Compiles a Dynamo graph. `compiles` False matches, and returns the graph to be run eagerly.
 
     Errors: OptionError for bad options; RequiredPatternError if a pattern set to `require` leaves a
     candidate unlowered. Anything else that goes wrong in here is a row of the report.
@@ -50,12 +50,14 @@ def qinductor(
     chosen = Options.of(options, mode)
     matching = Matching(gm, example_inputs, chosen, packs=compiles)
     original = GraphModule(gm, copy.deepcopy(gm.graph))
-    inner = matching.inner_compile if compiles else matching.interpret
+    inner = matching.inner_compile if compiles else matching.skip_compile
     compiled = compile_fx(
         gm, list(example_inputs), inner_compile=inner, config_patches=_patches(chosen, matching)
     )
     matching.finish()
-    if not compiles or not matching.slots:
+    if not compiles:
+        return original
+    if not matching.slots:
         return compiled  # type: ignore[no-any-return]
     resolver = Resolver(matching.slots)
     for slot, tensors in matching.seeds:
@@ -187,7 +189,7 @@ class Matching:
         try:
             blocked = self._blocked(graph)
             self.ran = True
-            if not self.packs:  # explain runs the graph as it was
+            if not self.packs:
                 owner, graph = graph.owning_module, copy.deepcopy(graph)
                 graph.owning_module = owner
                 self.rewritten = self.rewritten or graph
@@ -280,16 +282,10 @@ class Matching:
         kwargs["static_input_idxs"] = [*kwargs.get("static_input_idxs", ()), *static]
         return Appending(compile_fx_inner(gm, [*inputs, *self.fakes], **kwargs))
 
-    def interpret(self, gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-        """Stands in for Inductor's inner compile: runs the graph as it is, compiling no kernel."""
+    def skip_compile(self, gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        """Stands in for Inductor's inner compile where nothing is to be compiled."""
         self._report_unpassed(gm)
-        interpreter = Interpreter(gm)
-
-        def run(values: list[Any]) -> Any:
-            return interpreter.run(*values)
-
-        run._boxed_call = True  # type: ignore[attr-defined]
-        return run
+        return gm.forward
 
     def _report_unpassed(self, gm: GraphModule) -> None:
         """Refuses every site where Inductor was told to run no joint passes."""

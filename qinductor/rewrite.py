@@ -51,8 +51,8 @@ def check(old: torch.Tensor, new: torch.Tensor, what: str) -> None:
 
 
 def _placeholder(graph: Graph, name: str, fake: torch.Tensor) -> Node:
-    last = [node for node in graph.nodes if node.op == "placeholder"][-1]
-    with graph.inserting_after(last):
-        node = graph.placeholder(f"packed_{name}")
+    holders = [node for node in graph.nodes if node.op == "placeholder"]
+    with graph.inserting_after(holders[-1]):
+        node = graph.placeholder(f"packed_{name}_{len(holders)}")
     node.meta["val"] = fake
     return node
