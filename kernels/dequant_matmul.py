@@ -150,7 +150,7 @@ class Reference:
         return Operands(weight, named.get("output_scale"), named.get("bias"))
 
 
-REFERENCE = Reference()
+DEQUANT_MATMUL.register(Reference())
 
 
 @dataclasses.dataclass(frozen=True)

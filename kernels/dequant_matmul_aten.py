@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from qinductor.contracts import DequantMatmul, short
-from qinductor.kernels.dequant_matmul import DEQUANT_MATMUL, REFERENCE, Operands, Reference
+from qinductor.kernels.dequant_matmul import DEQUANT_MATMUL, Operands, Reference
 from qinductor.op import INFINITE
 
 aten = torch.ops.aten
@@ -189,5 +189,5 @@ class DequantStrips(Reference):
         return out
 
 
-for provider in (Int4RowKernel(), Int8RowKernel(), DequantStrips(), REFERENCE):
+for provider in (Int4RowKernel(), Int8RowKernel(), DequantStrips()):
     DEQUANT_MATMUL.register(provider)

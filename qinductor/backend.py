@@ -41,14 +41,17 @@ def qinductor(
     mode: str | None = None,
     options: Any = None,
     compiles: bool = True,
+    values: Sequence[Any] | None = None,
 ) -> Callable[..., Any]:
     """Compiles a Dynamo graph. `compiles` False matches, and returns the graph to be run eagerly.
+
+    `values` stand in for example inputs that are fake (tests of another device's lowering).
 
     Errors: OptionError for bad options; RequiredPatternError if a pattern set to `require` leaves a
     candidate unlowered. Anything else that goes wrong in here is a row of the report.
     """
     chosen = Options.of(options, mode)
-    matching = Matching(gm, example_inputs, chosen, packs=compiles)
+    matching = Matching(gm, values or example_inputs, chosen, packs=compiles)
     original = GraphModule(gm, copy.deepcopy(gm.graph))
     inner = matching.inner_compile if compiles else matching.skip_compile
     compiled = compile_fx(

@@ -71,7 +71,8 @@ class Op:
         reasons: list[str] = []
         steps: list[tuple[int, str]] = []
         reached = -1
-        for provider in self.providers.values():
+        # The reference comes last, whichever file registered it first.
+        for provider in sorted(self.providers.values(), key=lambda provider: provider.reference):
             reason = provider.why_not(contract, target)
             if reason is not None:
                 reasons.append(f"{provider.name}: {reason}")

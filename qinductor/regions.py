@@ -2,7 +2,7 @@
 
 import dataclasses
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -141,15 +141,32 @@ def evaluate(
     caller has left Inductor's fake mode (`unset_fake_temporarily`) and autograd (`no_grad`).
     """
     nodes = [node for node in nodes if node not in given]
+    device = next((value.device for value in given.values()), None)
     last = {used: node for node in nodes for used in node.all_input_nodes}
     keep, env = set(wanted), dict(given)
     for node in nodes:
-        args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), env.__getitem__)
-        env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+        env[node] = call(node, node.args, env.__getitem__, device)
         for used in set(node.all_input_nodes):
             if last[used] is node and used not in keep:
                 del env[used]
     return [env[node] for node in wanted]
+
+
+def call(
+    node: Node,
+    arguments: tuple[Any, ...],
+    value: Callable[[Node], torch.Tensor],
+    device: torch.device | None,
+) -> torch.Tensor:
+    """Runs one node on `arguments`; what it makes is made on `device`, where the probes are."""
+
+    def real(argument: Any) -> Any:
+        if isinstance(argument, Node):
+            return value(argument)
+        return device if isinstance(argument, torch.device) else argument
+
+    args, kwargs = torch.fx.node.map_aggregate((arguments, dict(node.kwargs)), real)
+    return node.target(*args, **kwargs)  # type: ignore[operator,no-any-return]
 
 
 def behind(node: Node, scope: Scope) -> tuple[list[Node], list[Node]]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from qinductor.regions import CASTS, aten, prims
+from qinductor.regions import CASTS, aten, call, prims
 
 VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
 SAME = CASTS | {aten.clone.default, aten.alias.default, aten.detach.default,
@@ -69,6 +69,7 @@ class Rows:
     def __call__(self, given: Mapping[Node, torch.Tensor]) -> torch.Tensor:
         """The output's prefix; `given` holds the inputs as `take` returns them."""
         env = dict(given)
+        device = next((tensor.device for tensor in given.values()), None)
         for node, needs, arguments in self.steps:
             if node in env:
                 continue
@@ -77,8 +78,7 @@ class Rows:
                 need = needs[source]
                 return env[source] if need is None else need.of(env[source])
 
-            args, kwargs = torch.fx.node.map_arg((arguments, dict(node.kwargs)), value)
-            env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+            env[node] = call(node, arguments, value, device)
             demand = self.demand[node]
             if demand is not None:
                 env[node] = demand.of(env[node])

@@ -1,0 +1,79 @@
+"""Providers of dequant_matmul in torch's own CUDA operators."""
+
+from collections.abc import Sequence
+
+import torch
+
+from qinductor.contracts import DequantMatmul, short
+from qinductor.kernels.dequant_matmul import DEQUANT_MATMUL, Operands
+
+aten = torch.ops.aten
+GROUPS = (256, 128, 64, 32)  # the group sizes of the kernel
+INNER_K_TILES = 8  # K must be a multiple of 16 times this
+
+
+class Int4TensorCoreKernel:
+    """`aten._weight_int4pack_mm`: W = bf16((q - 8) * s + z) in registers, bf16 tensor cores."""
+
+    name = "aten.int4pack_mm_cuda"
+    dense = False
+    reference = False
+
+    def why_not(self, contract: DequantMatmul, target: str) -> str | None:
+        w = contract.weight
+        if not target.startswith("sm_"):
+            return f"the target is {target}; it runs on sm_80 and later"
+        if w.bits != 4:
+            return f"codes are {w.codes}; it takes int4 and uint4"
+        if w.arithmetic not in ("q", "q*s"):
+            return f"W is {w.arithmetic}; it takes q*s (its own zero is rounded to bf16)"
+        if {contract.x, w.scale, w.dtype} != {torch.bfloat16}:
+            return f"x is {short(contract.x)}, the scale {short(w.scale)}; it takes bf16 for both"
+        if contract.bias:
+            return "a bias would be added after a rounding (1.6 times eager's error; 1.5 allowed)"
+        if contract.output_scale is not None or w.bn != 1:
+            return f"the scale is {w.granularity}; it takes one for each group of one row"
+        if not _group(contract):
+            return f"groups have {w.bk} of K = {w.k}; it takes multiples of 32 that divide K"
+        if w.n % 8 or w.k % (16 * INNER_K_TILES):
+            return f"W is {w.n}x{w.k}; it takes multiples of 8 and {16 * INNER_K_TILES}"
+        return None
+
+    def limit(self, contract: DequantMatmul, target: str) -> int:
+        return 16
+
+    def operands(self, contract: DequantMatmul) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        w = contract.weight
+        tiles = (w.n // 8, w.k // (16 * INNER_K_TILES), 32, INNER_K_TILES // 2)
+        return {
+            "int4tiles": (tiles, torch.int32),
+            "int4tiles_scales": ((w.k // _group(contract), w.n, 2), torch.bfloat16),
+        }
+
+    def pack(self, contract: DequantMatmul, source: Operands) -> dict[str, torch.Tensor]:
+        w, g = contract.weight, _group(contract)
+        codes, scale = source.weight.codes, source.weight.scale
+        assert scale is not None
+        codes = (codes + 8 if w.codes == "int4" else codes).to(torch.uint8)
+        pairs = codes[:, ::2] << 4 | codes[:, 1::2]
+        scale = scale.repeat_interleave(w.k // g // scale.shape[1], 1)
+        zero = torch.zeros_like(scale) if w.codes == "int4" else scale * 8
+        return {
+            "int4tiles": aten._convert_weight_to_int4pack(pairs.contiguous(), INNER_K_TILES),
+            "int4tiles_scales": torch.stack([scale.t(), zero.t()], -1).contiguous(),
+        }
+
+    def run(
+        self, contract: DequantMatmul, x: torch.Tensor, packed: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        codes, scales = packed
+        out: torch.Tensor = aten._weight_int4pack_mm(x.contiguous(), codes, _group(contract), scales)
+        return out
+
+
+def _group(contract: DequantMatmul) -> int:
+    w = contract.weight
+    return next((g for g in GROUPS if w.bk % g == 0 and w.k % g == 0), 0)
+
+
+DEQUANT_MATMUL.register(Int4TensorCoreKernel())
