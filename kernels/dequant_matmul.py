@@ -11,13 +11,14 @@
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import sympy
 import torch
 
 from qinductor.contracts import DequantMatmul, QuantizedWeight, WeightFormat, dequantize, parse
-from qinductor.op import INFINITE, LIBRARY, M, Op, Plan, op
+from qinductor.op import INFINITE, LIBRARY, M, Op, Plan, Provider, op
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -61,10 +62,22 @@ def dequant_matmul(
     x: torch.Tensor, packed: Sequence[torch.Tensor], contract: str, plan: str
 ) -> torch.Tensor:
     """x[M, K] times the packed weight: [M, N]. `contract` and `plan` are printed values."""
-    form = parse(DequantMatmul, contract)
-    if x.shape[0] == 0:
+    form, routes = _prepared(contract, plan)
+    m = x.shape[0]
+    if m == 0:
         return x.new_empty((0, form.weight.n), dtype=form.out)
-    return Plan.parse(plan).run(DEQUANT_MATMUL, form, x, packed)
+    for limit, provider, take in routes:
+        if m <= limit:
+            return provider.run(form, x, [packed[i] for i in take])
+    raise RuntimeError(f"dequant_matmul: the plan {plan} has no provider for M = {m}")
+
+
+@functools.cache
+def _prepared(
+    contract: str, plan: str
+) -> tuple[DequantMatmul, tuple[tuple[int, Provider, tuple[int, ...]], ...]]:
+    form = parse(DequantMatmul, contract)
+    return form, Plan.parse(plan).routes(DEQUANT_MATMUL, form)
 
 
 @torch.library.register_fake("qinductor::dequant_matmul", lib=LIBRARY)
@@ -73,25 +86,19 @@ def _(x: torch.Tensor, packed: Sequence[torch.Tensor], contract: str, plan: str)
     return x.new_empty((x.shape[0], form.weight.n), dtype=form.out)
 
 
-def halves(codes: torch.Tensor) -> torch.Tensor:
-    """int8[N, ceil(K/2)] from 4-bit codes int8[N, K]: the first half of a row in the high nibbles,
-    the second in the low ones, so that unpacking reads and writes whole half-rows."""
-    h = (codes.shape[1] + 1) // 2
-    low = torch.nn.functional.pad(codes[:, h:], (0, 2 * h - codes.shape[1]))
-    return codes[:, :h] << 4 | low & 15
+def halves(codes: torch.Tensor, signed: bool) -> torch.Tensor:
+    """int8[ceil(N/2), K] from 4-bit codes int8[N, K]: byte = 16 * (row r) + (row r + N/2) + 8, with
+    codes made signed first. Whole rows are unpacked, and by arithmetic that vectorises."""
+    codes = codes if signed else codes - 8
+    h = (codes.shape[0] + 1) // 2
+    low = torch.nn.functional.pad(codes[h:], (0, 0, 0, 2 * h - codes.shape[0]))
+    return (codes[:h] << 4) + (low + 8)
 
 
-def unpacked(packed: torch.Tensor, k: int, signed: bool) -> torch.Tensor:
+def unpacked(packed: torch.Tensor, n: int, signed: bool) -> torch.Tensor:
     """int8[N, K] codes from what `halves` packed."""
-    h = packed.shape[1]
-    codes = torch.empty(packed.shape[0], k, dtype=torch.int8, device=packed.device)
-    if signed:  # shifts of int8 are arithmetic
-        torch.bitwise_right_shift(packed, 4, out=codes[:, :h])
-        codes[:, h:] = (packed << 4 >> 4)[:, : k - h]
-    else:
-        codes[:, :h] = packed >> 4 & 15
-        codes[:, h:] = (packed & 15)[:, : k - h]
-    return codes
+    codes = torch.cat([packed >> 4, (packed & 15) - 8])[:n]  # a shift of int8 keeps the sign
+    return codes if signed else codes + 8
 
 
 class Reference:
@@ -113,7 +120,7 @@ class Reference:
         w = contract.weight
         found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         if w.bits == 4:
-            found["halves"] = (w.n, (w.k + 1) // 2), torch.int8
+            found["halves"] = ((w.n + 1) // 2, w.k), torch.int8
         else:
             found["codes"] = (w.n, w.k), getattr(torch, w.codes)
         for name, shape, dtype in (
@@ -129,7 +136,7 @@ class Reference:
     def pack(self, contract: DequantMatmul, source: Operands) -> dict[str, torch.Tensor]:
         w = source.weight
         tensors = {
-            "halves": halves(w.codes) if contract.weight.bits == 4 else None,
+            "halves": halves(w.codes, w.format.codes == "int4") if w.format.bits == 4 else None,
             "codes": w.codes, "scale": w.scale, "zero": w.zero,
             "output_scale": source.output_scale, "bias": source.bias,
         }  # fmt: skip
@@ -145,7 +152,7 @@ class Reference:
         named = dict(zip(self.operands(contract), packed, strict=True))
         codes = named.get("codes")
         if codes is None:
-            codes = unpacked(named["halves"], contract.weight.k, contract.weight.codes == "int4")
+            codes = unpacked(named["halves"], contract.weight.n, contract.weight.codes == "int4")
         weight = QuantizedWeight(contract.weight, codes, named.get("scale"), named.get("zero"))
         return Operands(weight, named.get("output_scale"), named.get("bias"))
 

@@ -191,27 +191,35 @@ def dequantize(
     zero: torch.Tensor | None,
 ) -> torch.Tensor:
     """W[n, k] in `form.dtype`: the specification of a weight format. The arguments may also be a
-    strip of rows that starts at a block border. Each operation rounds in its own dtype."""
+    strip of rows that starts at a block border."""
     rows, k = codes.shape
-    # Blocks that divide K are broadcast over a view; ragged ones are repeated to full size.
-    even = form.bn == 1 and k % form.bk == 0
+    if k % form.bk == 0:  # whole blocks: broadcast over [rows, blocks, bk]
+        w = arithmetic(form, codes.view(rows, -1, form.bk), *(
+            None if t is None else by_row(form, t, rows)[:, :, None] for t in (scale, zero)
+        ))  # fmt: skip
+        return w.view(rows, k)
+    return arithmetic(form, codes, *(
+        None if t is None else by_row(form, t, rows).repeat_interleave(form.bk, 1)[:, :k]
+        for t in (scale, zero)
+    ))  # fmt: skip
 
-    def spread(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        t = t.to(dtype)
-        if even:
-            return t[:, :, None]
-        t = t.repeat_interleave(form.bn, 0)[:rows] if form.bn > 1 else t
-        return t.repeat_interleave(form.bk, 1)[:, :k]
 
-    w = codes.view(rows, k // form.bk, form.bk) if even else codes
-    if form.arithmetic.startswith(("(q-z)", "q-z")):
-        assert zero is not None
-        w = w.to(form.inner) - spread(zero, form.inner)
-    w = w.to(form.compute)
-    if scale is not None:
-        s = spread(scale, form.compute)
-        w = w.div_(s) if form.arithmetic.endswith("/s") else w.mul_(s)
-    if form.arithmetic.startswith("q*s") and zero is not None:
-        z = spread(zero, form.compute)
-        w = w + z if form.arithmetic == "q*s+z" else w - z * s
-    return w.to(form.dtype).view(rows, k)
+def by_row(form: WeightFormat, grid: torch.Tensor, rows: int) -> torch.Tensor:
+    """A scale or zero grid with each row of blocks repeated for the rows of W it serves."""
+    return grid if form.bn == 1 else grid.repeat_interleave(form.bn, 0)[:rows]
+
+
+def arithmetic(
+    form: WeightFormat, q: torch.Tensor, s: torch.Tensor | None, z: torch.Tensor | None
+) -> torch.Tensor:
+    """What `form.arithmetic` says, on tensors that broadcast; each operation rounds in its dtype."""
+    if z is not None and form.arithmetic.startswith(("(q-z)", "q-z")):
+        q = q.to(form.inner) - z.to(form.inner)
+    w = q.to(form.compute)
+    if s is not None:
+        s = s.to(form.compute)
+        w = w / s if form.arithmetic.endswith("/s") else w * s
+        if z is not None and form.arithmetic.startswith("q*s"):
+            z = z.to(form.compute)
+            w = w + z if form.arithmetic == "q*s+z" else w - z * s
+    return w.to(form.dtype)

@@ -264,7 +264,7 @@ def describe(name: str, result: Result, explained: dict[str, Any]) -> str:
     places: dict[tuple[str, str], list[str]] = {}
     for site in explained["sites"]:
         outcome = f"-> {site['provider']}" if site["lowered"] else f"NOT LOWERED: {site['reason']}"
-        row = f"{site['pattern']}: {site['contract'] or 'nothing proved'}"
+        row = f"{site['pattern']}: {site['contract'] or '-'}"
         places.setdefault((row, outcome), []).append(site["where"])
     lines = [
         f"\n{name}: {MODELS[name][0]}",

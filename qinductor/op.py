@@ -1,7 +1,6 @@
 """Operators and their providers: registration, and the choice of a provider by target and M."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -45,7 +44,7 @@ class Provider(Protocol):
         """The operator itself, on x of shape [M, K] with 1 <= M <= limit."""
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Op:
     """An operator: its name, its contract, its reference, what it costs, who can run it.
 
@@ -100,7 +99,6 @@ class Plan:
         return ",".join(f"{limit}:{name}" for limit, name in self.steps)
 
     @staticmethod
-    @functools.cache
     def parse(text: str) -> "Plan":
         """The plan that `str` wrote."""
         steps = (step.split(":") for step in text.split(","))
@@ -115,13 +113,6 @@ class Plan:
             else f"{name} (M <= {limit})"
             for i, (limit, name) in enumerate(self.steps)
         )
-
-    def step(self, m: int) -> str:
-        """Name of the provider for this M."""
-        for limit, name in self.steps:
-            if m <= limit:
-                return name
-        return self.steps[-1][1]
 
     def operands(self, entry: Op, contract: Any) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """All packed tensors that the plan's providers take, each once."""
@@ -144,13 +135,14 @@ class Plan:
                 )
         return found
 
-    def run(
-        self, entry: Op, contract: Any, x: torch.Tensor, packed: Sequence[torch.Tensor]
-    ) -> torch.Tensor:
-        """The operator on x[M, K], by the provider for this M."""
-        provider = entry.providers[self.step(x.shape[0])]
+    def routes(self, entry: Op, contract: Any) -> tuple[tuple[int, Provider, tuple[int, ...]], ...]:
+        """(largest M, provider, which of the packed tensors it takes), ascending."""
         place = {name: i for i, name in enumerate(self.operands(entry, contract))}
-        return provider.run(contract, x, [packed[place[name]] for name in provider.operands(contract)])
+        found = []
+        for limit, name in self.steps:
+            provider = entry.providers[name]
+            found.append((limit, provider, tuple(place[n] for n in provider.operands(contract))))
+        return tuple(found)
 
 
 OPS: dict[str, Op] = {}

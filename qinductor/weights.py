@@ -20,9 +20,9 @@ SAMPLE = 64  # elements of a leaf that its fingerprint reads
 CHECK_EVERY = 64  # calls between two looks at the fingerprints; the second call looks, too
 RESTLESS = 3  # packings on consecutive calls after which a weight counts as no constant
 
-# (own version, outer version, data pointer, storage bytes): all equal means nothing was written,
+# (own version, outer version, data pointer): all equal means nothing was written,
 # but for writes through `.data` or raw pointers, which bump no version.
-Stamp = tuple[int | None, int | None, int, int]
+Stamp = tuple[int | None, int | None, int]
 
 
 @dataclasses.dataclass(eq=False)
@@ -72,6 +72,11 @@ class Resolver:
         look = self.calls == 2 or self.calls % CHECK_EVERY == 0
         if look and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             look = False
+        # A tensor subclass would answer every attribute through Python: 1.5 us each.
+        with torch._C.DisableTorchFunctionSubclass():
+            return self._resolved(arguments, look)
+
+    def _resolved(self, arguments: Sequence[Any], look: bool) -> list[torch.Tensor]:
         found: list[torch.Tensor] = []
         for slot in self.slots:
             entry = slot.entry
@@ -164,7 +169,6 @@ def _stamp(leaf: Leaf, arguments: Sequence[Any]) -> Stamp:
         None if inner.is_inference() else inner._version,
         None if outer is inner or outer.is_inference() else outer._version,
         inner.data_ptr(),
-        inner.untyped_storage().nbytes(),
     )
 
 
@@ -196,7 +200,7 @@ def refresh(model: torch.nn.Module | None = None) -> int:
         for key, entry in list(_store.items()):
             if pointers is None or any(stamp[2] in pointers for stamp in entry.stamps):
                 del _store[key]
-                entry.stamps = tuple((None, None, -1, -1) for _ in entry.stamps)
+                entry.stamps = tuple((None, None, -1) for _ in entry.stamps)
                 dropped += 1
     return dropped
 

@@ -1,16 +1,14 @@
-"""Providers of dequant_matmul in torch's own operators: real speed on a CPU, a start on a GPU."""
+"""Providers of dequant_matmul on a CPU, for few rows of x: torch's own row kernels."""
 
 from collections.abc import Sequence
 
 import torch
 
 from qinductor.contracts import DequantMatmul, short
-from qinductor.kernels.dequant_matmul import DEQUANT_MATMUL, Operands, Reference
-from qinductor.op import INFINITE
+from qinductor.kernels.dequant_matmul import DEQUANT_MATMUL, Operands
 
 aten = torch.ops.aten
 GROUPS = (256, 128, 64, 32)  # the group sizes that the int4 kernels have
-STRIP = 1 << 20  # elements of W that are dense at a time: 2 MB in bf16, which an L2 cache holds
 
 # Largest M at which the row kernel beats dequantising once and oneDNN, from N = K = 384 to 4096 on
 # one thread of a Xeon with AMX, torch 2.13: 0.071 ms against 0.14 at 384x384, M = 16.
@@ -156,38 +154,5 @@ class Int8RowKernel:
         return out
 
 
-class DequantStrips(Reference):
-    """Strips of W made by the format's reference, each multiplied by oneDNN while it is in cache.
-
-    W is bitwise the graph's own, so the result is eager's but for the order of summation.
-    """
-
-    name = "onednn.dequant_strips"
-    reference = False
-
-    def why_not(self, contract: DequantMatmul, target: str) -> str | None:
-        return None if target == "cpu" else f"the target is {target}; it runs on cpu"
-
-    def limit(self, contract: DequantMatmul, target: str) -> int:
-        return INFINITE
-
-    def run(
-        self, contract: DequantMatmul, x: torch.Tensor, packed: Sequence[torch.Tensor]
-    ) -> torch.Tensor:
-        w = contract.weight
-        rows = max(STRIP // max(w.k, 1) // w.bn, 1) * w.bn
-        if rows >= w.n:
-            return super().run(contract, x, packed)
-        names = list(self.operands(contract))
-        out = x.new_empty(x.shape[0], w.n, dtype=contract.out)
-        for start in range(0, w.n, rows):
-            strip = []
-            for name, tensor in zip(names, packed, strict=True):
-                unit = w.bn if name in ("scale", "zero") else 1
-                strip.append(tensor[start // unit : -(-min(start + rows, w.n) // unit)])
-            out[:, start : start + rows] = super().run(contract, x, strip)
-        return out
-
-
-for provider in (Int4RowKernel(), Int8RowKernel(), DequantStrips()):
+for provider in (Int4RowKernel(), Int8RowKernel()):
     DEQUANT_MATMUL.register(provider)
