@@ -108,10 +108,13 @@ class Reference:
     dense = False
     reference = True
 
-    def why_not(self, contract: DequantMatmul, target: str) -> str | None:
+    def runs_on(self, target: str) -> bool:
+        return True
+
+    def why_not(self, contract: DequantMatmul) -> str | None:
         return None
 
-    def limit(self, contract: DequantMatmul, target: str) -> int:
+    def limit(self, contract: DequantMatmul) -> int:
         return INFINITE
 
     def operands(

@@ -58,10 +58,11 @@ class Int4RowKernel:
     dense = False
     reference = False
 
-    def why_not(self, contract: DequantMatmul, target: str) -> str | None:
+    def runs_on(self, target: str) -> bool:
+        return target == "cpu"
+
+    def why_not(self, contract: DequantMatmul) -> str | None:
         w = contract.weight
-        if target != "cpu":
-            return f"the target is {target}; it runs on cpu"
         if w.bits != 4:
             return f"codes are {w.codes}; it takes int4 and uint4"
         if w.arithmetic not in ("q", "q*s"):
@@ -72,7 +73,7 @@ class Int4RowKernel:
             return f"N is {w.n}; it takes multiples of 16"
         return _why_no_scale(contract)
 
-    def limit(self, contract: DequantMatmul, target: str) -> int:
+    def limit(self, contract: DequantMatmul) -> int:
         return ROW_KERNEL_M["int4"]
 
     def operands(self, contract: DequantMatmul) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -121,10 +122,11 @@ class Int8RowKernel:
     dense = False
     reference = False
 
-    def why_not(self, contract: DequantMatmul, target: str) -> str | None:
+    def runs_on(self, target: str) -> bool:
+        return target == "cpu"
+
+    def why_not(self, contract: DequantMatmul) -> str | None:
         w = contract.weight
-        if target != "cpu":
-            return f"the target is {target}; it runs on cpu"
         if w.codes != "int8":
             return f"codes are {w.codes}; it takes int8"
         if w.arithmetic not in ("q", "q*s"):
@@ -135,7 +137,7 @@ class Int8RowKernel:
             return "a bias would be added after a rounding (1.7 times eager's error; 1.5 allowed)"
         return _why_no_scale(contract)
 
-    def limit(self, contract: DequantMatmul, target: str) -> int:
+    def limit(self, contract: DequantMatmul) -> int:
         return ROW_KERNEL_M["int8"]
 
     def operands(self, contract: DequantMatmul) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

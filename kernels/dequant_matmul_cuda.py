@@ -19,10 +19,11 @@ class Int4TensorCoreKernel:
     dense = False
     reference = False
 
-    def why_not(self, contract: DequantMatmul, target: str) -> str | None:
+    def runs_on(self, target: str) -> bool:
+        return target.startswith("sm_")
+
+    def why_not(self, contract: DequantMatmul) -> str | None:
         w = contract.weight
-        if not target.startswith("sm_"):
-            return f"the target is {target}; it runs on sm_80 and later"
         if w.bits != 4:
             return f"codes are {w.codes}; it takes int4 and uint4"
         if w.arithmetic not in ("q", "q*s"):
@@ -39,7 +40,7 @@ class Int4TensorCoreKernel:
             return f"W is {w.n}x{w.k}; it takes multiples of 8 and {16 * INNER_K_TILES}"
         return None
 
-    def limit(self, contract: DequantMatmul, target: str) -> int:
+    def limit(self, contract: DequantMatmul) -> int:
         return 16
 
     def operands(self, contract: DequantMatmul) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

@@ -3,8 +3,10 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
 from qinductor.contracts import DequantMatmul, WeightFormat, arithmetic, by_row, dequantize
 from qinductor.kernels.dequant_matmul import DEQUANT_MATMUL, Reference
@@ -34,10 +36,13 @@ class DequantStrips(Reference):
     def __init__(self) -> None:
         self._loops: dict[WeightFormat, Loop | None] = {}
 
-    def why_not(self, contract: DequantMatmul, target: str) -> str | None:
-        return None if target == "cpu" else f"the target is {target}; it runs on cpu"
+    def runs_on(self, target: str) -> bool:
+        return target == "cpu"
 
-    def limit(self, contract: DequantMatmul, target: str) -> int:
+    def why_not(self, contract: DequantMatmul) -> str | None:
+        return None
+
+    def limit(self, contract: DequantMatmul) -> int:
         return INFINITE
 
     def run(
@@ -129,11 +134,50 @@ def _loop(form: WeightFormat) -> Loop:
         graph = torch.fx.symbolic_trace(lambda q, s: arithmetic(form, plain(q), s, None))
     else:
         graph = torch.fx.symbolic_trace(lambda q: arithmetic(form, plain(q), None, None))
+    # An integer zero makes q - z exact.
     whole_zero = form.zero is None or not form.zero.is_floating_point
     once = form.arithmetic in ROUNDED_ONCE and whole_zero
     narrow = form.compute not in (form.dtype, torch.float32)
-    options = {"emulate_precision_casts": not once or narrow}
-    return torch.compile(graph, dynamic=True, options=options)
+    return Direct(graph, {"emulate_precision_casts": not once or narrow})
+
+
+class Direct:
+    """A graph of tensors compiled once by Inductor, with symbolic sizes, and called without guards.
+
+    The guards of `torch.compile` cost 25 us a call, as much as the loop itself on a small weight.
+    Leaving them out is sound where every shape was compared with the reference on its first call.
+    """
+
+    def __init__(self, graph: torch.fx.GraphModule, patches: dict[str, bool]) -> None:
+        self.run: Callable[[list[Any]], Sequence[torch.Tensor]] | None = None
+        self.sizes: list[tuple[int, int]] = []  # (tensor, axis) of each symbolic size it takes
+        self.patches = patches
+        self.compiled = torch.compile(graph, backend=self._backend, dynamic=True)
+
+    def __call__(self, *tensors: torch.Tensor) -> torch.Tensor:
+        if self.run is None:
+            # A hit in AOTAutograd's cache would not call `_keep`.
+            with torch._functorch.config.patch(enable_autograd_cache=False):
+                self.compiled(*tensors)
+        assert self.run is not None
+        return self.run([*(tensors[i].shape[axis] for i, axis in self.sizes), *tensors])[0]
+
+    def _backend(self, gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        return compile_fx(gm, inputs, inner_compile=self._keep, config_patches=self.patches)
+
+    def _keep(self, gm: torch.fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
+        for size in inputs[: len(inputs) - len(tensors)]:
+            self.sizes.append(
+                next(
+                    (i, axis)
+                    for i, tensor in enumerate(tensors)
+                    for axis, other in enumerate(tensor.shape)
+                    if str(other) == str(size)
+                )
+            )
+        self.run = compile_fx_inner(gm, inputs, **kwargs)
+        return self.run
 
 
 DEQUANT_MATMUL.register(DequantStrips())

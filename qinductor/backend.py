@@ -117,15 +117,20 @@ class Compiled:
 
 
 class Appending:
-    """Inductor's compiled graph, called with the packed weights after its own inputs."""
+    """Inductor's compiled graph, called with the packed weights after its own inputs.
+
+    A graph without packed weights is wrapped all the same: AOTAutograd caches what Inductor returns
+    and skips our pass on a hit, though with other weights the same graph may well be lowered.
+    """
 
     _boxed_call = True
 
-    def __init__(self, compiled: Runner) -> None:
-        self.compiled = compiled
+    def __init__(self, compiled: Runner, packed: int) -> None:
+        self.compiled, self.packed = compiled, packed
 
     def __call__(self, inputs: list[Any]) -> Any:
-        inputs.extend(_handed.packed)
+        if self.packed:
+            inputs.extend(_handed.packed)
         return self.compiled(inputs)
 
 
@@ -215,7 +220,7 @@ class Matching:
                         raise Refused(blocked)
                     self._lower(graph, pattern, node, scope, site)
                 except Refused as refusal:
-                    site.reason = refusal.reason
+                    site.reason, site.contract = refusal.reason, refusal.contract
                 except Exception as error:
                     site.reason = f"an error of qinductor's own: {type(error).__name__}: {error}"
         graph.eliminate_dead_code()
@@ -278,12 +283,11 @@ class Matching:
     def inner_compile(self, gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         """Inductor's inner compile, with the packed inputs appended."""
         self._report_unpassed(gm)
-        if not self.slots:
-            return compile_fx_inner(gm, inputs, **kwargs)
         first = len(inputs)
         static = range(first, first + len(self.fakes))
         kwargs["static_input_idxs"] = [*kwargs.get("static_input_idxs", ()), *static]
-        return Appending(compile_fx_inner(gm, [*inputs, *self.fakes], **kwargs))
+        compiled = compile_fx_inner(gm, [*inputs, *self.fakes], **kwargs)
+        return Appending(compiled, len(self.fakes))
 
     def skip_compile(self, gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         """Stands in for Inductor's inner compile where nothing is to be compiled."""

@@ -14,8 +14,11 @@ class RequiredPatternError(QinductorError):
 
 
 class Refused(Exception):
-    """Internal: a check failed. `reason` is the sentence the report prints; it holds both values."""
+    """Internal: a check failed. `reason` is the sentence the report prints; it holds both values.
 
-    def __init__(self, reason: str) -> None:
+    `contract` is what the site was proved to compute, if that is known.
+    """
+
+    def __init__(self, reason: str, contract: str | None = None) -> None:
         super().__init__(reason)
-        self.reason = reason
+        self.reason, self.contract = reason, contract

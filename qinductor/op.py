@@ -26,10 +26,13 @@ class Provider(Protocol):
     dense: bool
     reference: bool
 
-    def why_not(self, contract: Any, target: str) -> str | None:
+    def runs_on(self, target: str) -> bool:
+        """Whether this provider is for the target: "cpu", "sm_90", ..."""
+
+    def why_not(self, contract: Any) -> str | None:
         """None, or one sentence with what the contract has and what this provider takes."""
 
-    def limit(self, contract: Any, target: str) -> int:
+    def limit(self, contract: Any) -> int:
         """Largest M up to which measurement prefers this provider over the later ones."""
 
     def operands(self, contract: Any) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -72,19 +75,23 @@ class Op:
         reached = -1
         # The reference comes last, whichever file registered it first.
         for provider in sorted(self.providers.values(), key=lambda provider: provider.reference):
-            reason = provider.why_not(contract, target)
+            if not provider.runs_on(target):
+                continue
+            reason = provider.why_not(contract)
             if reason is not None:
                 reasons.append(f"{provider.name}: {reason}")
                 continue
-            limit = provider.limit(contract, target)
-            if limit > reached and (m is None or reached < m <= limit):
+            limit = provider.limit(contract)
+            if m is not None and m > limit:
+                reasons.append(f"{provider.name}: M is {m}; it takes up to {limit}")
+            elif limit > reached and (m is None or m > reached):
                 steps.append((limit, provider.name))
             reached = max(reached, limit)
         if all(self.providers[name].reference for _, name in steps):
-            at = "" if m is None else f" at M = {m}"
             raise Refused(
-                f"no provider for {target}{at} is faster than Inductor's own code: "
-                + ("; ".join(reasons) or "only the reference is registered")
+                f"no provider for {target} is faster than Inductor's own code: "
+                + ("; ".join(reasons) or f"none of {list(self.providers)} runs on {target}"),
+                contract=contract.summary,
             )
         return Plan(tuple(steps))
 
