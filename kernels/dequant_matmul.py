@@ -44,7 +44,8 @@ def cost(contract: DequantMatmul) -> dict[str, sympy.Expr]:
     scales = sum(dtype.itemsize for dtype in (w.scale, w.zero) if dtype is not None)
     weight = w.n * w.k * w.bits // 8 + w.grid[0] * w.grid[1] * scales
     return {
-        "bytes": sympy.Integer(weight) + M * (w.k * contract.x.itemsize + w.n * contract.out.itemsize),
+        "bytes": sympy.Integer(weight)
+        + M * (w.k * contract.x.itemsize + w.n * contract.out.itemsize),
         "flops": 2 * M * w.n * w.k,
     }
 
@@ -117,9 +118,7 @@ class Reference:
     def limit(self, contract: DequantMatmul) -> int:
         return INFINITE
 
-    def operands(
-        self, contract: DequantMatmul
-    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def operands(self, contract: DequantMatmul) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         w = contract.weight
         found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         if w.bits == 4:

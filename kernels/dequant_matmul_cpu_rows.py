@@ -1,5 +1,6 @@
 """Providers of dequant_matmul on a CPU, for few rows of x: torch's own row kernels."""
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -8,6 +9,8 @@ from qinductor.contracts import DequantMatmul, short
 from qinductor.kernels.dequant_matmul import DEQUANT_MATMUL, Operands
 
 aten = torch.ops.aten
+_int4pack_mm = aten._weight_int4pack_mm_for_cpu.default
+_int8pack_mm = aten._weight_int8pack_mm.default
 GROUPS = (256, 128, 64, 32)  # the group sizes that the int4 kernels have
 
 # Largest M at which the row kernel beats dequantising once and oneDNN, from N = K = 384 to 4096 on
@@ -15,6 +18,7 @@ GROUPS = (256, 128, 64, 32)  # the group sizes that the int4 kernels have
 ROW_KERNEL_M = {"int4": 16, "int8": 12}
 
 
+@functools.cache
 def _group(contract: DequantMatmul) -> int:
     """The kernel's group: the largest that divides the contract's block along K; 0 if none."""
     w = contract.weight
@@ -107,16 +111,21 @@ class Int4RowKernel:
         codes, scales = packed
         g = _group(contract)
         if contract.bias:
-            wide = x.new_zeros(x.shape[0], x.shape[1] + g)
-            wide[:, : x.shape[1]] = x
-            wide[:, x.shape[1]] = 1
-            x = wide
-        out: torch.Tensor = aten._weight_int4pack_mm_for_cpu(x.contiguous(), codes, g, scales)
+            x = torch.cat([x, _ones_column(x.shape[0], g, x.dtype)], 1)
+        out: torch.Tensor = _int4pack_mm(x.contiguous(), codes, g, scales)
         return out
 
 
+@functools.lru_cache(256)
+def _ones_column(m: int, g: int, dtype: torch.dtype) -> torch.Tensor:
+    """[m, g] with ones in the first column, which multiply the bias, and zeros."""
+    column = torch.zeros(m, g, dtype=dtype)
+    column[:, 0] = 1
+    return column
+
+
 class Int8RowKernel:
-    """`aten._weight_int8pack_mm`: codes times x in fp32, then one scale a row, for few rows of x."""
+    """`aten._weight_int8pack_mm`: codes times x in fp32, then a scale a row, for few rows of x."""
 
     name = "aten.int8pack_mm"
     dense = False
@@ -152,7 +161,7 @@ class Int8RowKernel:
         self, contract: DequantMatmul, x: torch.Tensor, packed: Sequence[torch.Tensor]
     ) -> torch.Tensor:
         codes, scale = packed
-        out: torch.Tensor = aten._weight_int8pack_mm(x.contiguous(), codes, scale)
+        out: torch.Tensor = _int8pack_mm(x.contiguous(), codes, scale)
         return out
 
 

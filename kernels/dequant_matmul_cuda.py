@@ -68,7 +68,9 @@ class Int4TensorCoreKernel:
         self, contract: DequantMatmul, x: torch.Tensor, packed: Sequence[torch.Tensor]
     ) -> torch.Tensor:
         codes, scales = packed
-        out: torch.Tensor = aten._weight_int4pack_mm(x.contiguous(), codes, _group(contract), scales)
+        out: torch.Tensor = aten._weight_int4pack_mm(
+            x.contiguous(), codes, _group(contract), scales
+        )
         return out
 
 

@@ -2,15 +2,15 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.fx.experimental._config as symbolic_shapes_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
 from qinductor.contracts import DequantMatmul, WeightFormat, arithmetic, by_row, dequantize
 from qinductor.kernels.dequant_matmul import DEQUANT_MATMUL, Reference
-from qinductor.op import INFINITE
 from qinductor.prove import difference
 
 # Elements of W that are dense at a time. 2 MB in bf16 is what an L2 cache holds, and a buffer that
@@ -34,88 +34,106 @@ class DequantStrips(Reference):
     reference = False
 
     def __init__(self) -> None:
-        self._loops: dict[WeightFormat, Loop | None] = {}
+        self._bound: dict[DequantMatmul, Bound | None] = {}
 
     def runs_on(self, target: str) -> bool:
         return target == "cpu"
 
-    def why_not(self, contract: DequantMatmul) -> str | None:
-        return None
-
-    def limit(self, contract: DequantMatmul) -> int:
-        return INFINITE
-
     def run(
         self, contract: DequantMatmul, x: torch.Tensor, packed: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        form = contract.weight
-        if form not in self._loops:
-            self._loops[form] = self._proved(contract, packed)
-        loop = self._loops[form]
-        if loop is None:
-            return super().run(contract, x, packed)
-        named = dict(zip(self.operands(contract), packed, strict=True))
-        bias, scale, out = named.get("bias"), named.get("output_scale"), None
-        for spans, w in _strips(form, named, loop):
-            part = linear(x, w, None if bias is None else _rows(bias, spans))
-            if w.shape[0] == form.n:
-                out = part
-                break
-            if out is None:
-                out = x.new_empty(x.shape[0], form.n, dtype=contract.out)
-            for span, piece in zip(spans, part.chunk(len(spans), 1), strict=True):
-                out[:, span] = piece
-        assert out is not None
-        return out if scale is None else out * scale
+        if contract not in self._bound:
+            self._bound[contract] = self._proved(contract, packed)
+        bound = self._bound[contract]
+        return super().run(contract, x, packed) if bound is None else bound(x, packed)
 
-    def _proved(self, contract: DequantMatmul, packed: Sequence[torch.Tensor]) -> Loop | None:
-        """The loop for this format, if its strips are bitwise the reference's."""
+    def _proved(self, contract: DequantMatmul, packed: Sequence[torch.Tensor]) -> "Bound | None":
+        """The strips of this contract, if they are bitwise the reference's."""
         form = contract.weight
-        if form.k % form.bk or form.n * form.bits % 8 or not form.k:
+        if not form.k or form.k % form.bk or form.n * form.bits % 8:
             return None  # ragged blocks along K, or a row without a partner in its byte
-        loop = _loop(dataclasses.replace(form, n=0, k=0, bn=0, bk=0))
+        bound = Bound(contract, list(self.operands(contract)))
         whole = self.whole(contract, packed).weight
         w = dequantize(form, whole.codes, whole.scale, whole.zero)
-        named = dict(zip(self.operands(contract), packed, strict=True))
-        strips = _strips(form, named, loop)
-        return None if any(difference(ours, _rows(w, spans)) for spans, ours in strips) else loop
+        for spans in bound.strips:
+            if difference(bound.strip(spans, packed), _rows(w, spans)):
+                return None
+        return bound
+
+
+class Bound:
+    """The operator for one contract: what can be worked out once is.
+
+    strips  for each strip, the runs of rows of W in it: 4-bit codes come as two
+    """
+
+    def __init__(self, contract: DequantMatmul, names: list[str]) -> None:
+        form = self.form = contract.weight
+        self.out = contract.out
+        self.grids = [names.index(name) for name in ("scale", "zero") if name in names]
+        self.bias = names.index("bias") if contract.bias else None
+        self.scale = names.index("output_scale") if contract.output_scale else None
+        runs = 8 // form.bits
+        count = form.n // runs
+        step = max(1, STRIP // form.k // runs)
+        self.strips = [
+            [slice(run * count + i, run * count + min(i + step, count)) for run in range(runs)]
+            for i in range(0, count, step)
+        ]
+        # Inductor takes a size of 1 for a constant, so such formats have loops of their own.
+        ones = (count == 1, form.k == form.bk, form.bk == 1, count % step == 1)
+        self.loop = _loop(dataclasses.replace(form, n=0, k=0, bn=0, bk=0), ones)
+
+    def __call__(self, x: torch.Tensor, packed: Sequence[torch.Tensor]) -> torch.Tensor:
+        bias = None if self.bias is None else packed[self.bias]
+        if len(self.strips) == 1:
+            out = linear(x, self.strip(self.strips[0], packed), bias)
+        else:
+            out = x.new_empty(x.shape[0], self.form.n, dtype=self.out)
+            for spans in self.strips:
+                w = self.strip(spans, packed)
+                part = linear(x, w, None if bias is None else _rows(bias, spans))
+                for span, piece in zip(spans, part.chunk(len(spans), 1), strict=True):
+                    out[:, span] = piece
+        return out if self.scale is None else out.mul_(packed[self.scale])
+
+    def strip(self, spans: list[slice], packed: Sequence[torch.Tensor]) -> torch.Tensor:
+        """These rows of W, dense."""
+        form, codes = self.form, packed[0]
+        if len(self.strips) > 1:
+            codes = codes[spans[0]]
+        grids = [by_row(form, packed[i], form.n) for i in self.grids]
+        if len(self.strips) > 1:
+            grids = [_rows(grid, spans) for grid in grids]
+        blocks = codes.view(codes.shape[0], -1, form.bk)
+        return self.loop(blocks, *[grid.unsqueeze(2) for grid in grids]).view(-1, form.k)
+
+
+@functools.cache
+def _has_bf16() -> bool:
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def linear(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x[M, K] . w[N, K]^T + bias[N], rounded once; oneDNN adds the bias in the product's own loop."""
-    if x.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, w, bias, "none", [], "")
-        return out
+    """x[M, K] . w[N, K]^T + bias[N], rounded once; oneDNN adds the bias in its own loop."""
+    if x.dtype is torch.bfloat16 and _has_bf16():
+        return _linear(x, w, bias, "none", [], "")  # type: ignore[no-any-return]
     return torch.nn.functional.linear(x, w, bias)
 
 
-def _strips(
-    form: WeightFormat, named: Mapping[str, torch.Tensor], loop: Loop
-) -> Iterator[tuple[list[slice], torch.Tensor]]:
-    """(rows of W, these rows dense), strip by strip; 4-bit codes come as two runs of rows."""
-    codes = named["halves"] if form.bits == 4 else named["codes"]
-    count = codes.shape[0]
-    runs = form.n // count
-    grids = [by_row(form, named[name], form.n) for name in ("scale", "zero") if name in named]
-    step = max(1, STRIP // form.k // runs)
-    for start in range(0, count, step):
-        stop = min(start + step, count)
-        spans = [slice(run * count + start, run * count + stop) for run in range(runs)]
-        blocks = codes[start:stop].view(stop - start, -1, form.bk)
-        w = loop(blocks, *(_rows(grid, spans)[:, :, None] for grid in grids))
-        yield spans, w.view(-1, form.k)
+_linear = torch.ops.mkldnn._linear_pointwise.default
 
 
 def _rows(tensor: torch.Tensor, spans: Sequence[slice]) -> torch.Tensor:
     """These rows of a tensor, in order."""
-    if sum(span.stop - span.start for span in spans) == tensor.shape[0]:
-        return tensor
     return torch.cat([tensor[span] for span in spans])
 
 
 @functools.cache
-def _loop(form: WeightFormat) -> Loop:
+def _loop(form: WeightFormat, ones: tuple[bool, ...]) -> Loop:
     """(codes [rows, blocks, bk], scale [rows, blocks, 1], zero) -> W, compiled by Inductor."""
+    if form.bits == 8 and form.arithmetic == "q":
+        return lambda codes: codes.to(form.compute).to(form.dtype)
 
     def plain(codes: torch.Tensor) -> torch.Tensor:
         if form.bits == 8:
@@ -156,13 +174,17 @@ class Direct:
 
     def __call__(self, *tensors: torch.Tensor) -> torch.Tensor:
         if self.run is None:
-            # A hit in AOTAutograd's cache would not call `_keep`.
-            with torch._functorch.config.patch(enable_autograd_cache=False):
+            # Every size a symbol of its own, though some be equal now; and a hit in AOTAutograd's
+            # cache would not call `_keep`.
+            with (
+                symbolic_shapes_config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
+                torch._functorch.config.patch(enable_autograd_cache=False),
+            ):
                 self.compiled(*tensors)
         assert self.run is not None
         return self.run([*(tensors[i].shape[axis] for i, axis in self.sizes), *tensors])[0]
 
-    def _backend(self, gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    def _backend(self, gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
         return compile_fx(gm, inputs, inner_compile=self._keep, config_patches=self.patches)
 
     def _keep(self, gm: torch.fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:

@@ -97,9 +97,9 @@ class DequantMatmulPattern:
             elif node.op == "output":
                 # A graph break between dequantisation and product makes the weight an output.
                 for value in dict.fromkeys(node.all_input_nodes):
-                    if value.op == "call_function" and _is_quantized(value, scope):
-                        if not behind(value, scope)[1]:
-                            yield value
+                    constant = value.op == "call_function" and not behind(value, scope)[1]
+                    if constant and _is_quantized(value, scope):
+                        yield value
 
     def lower(self, node: Node, scope: Scope, target: str) -> Lowering:
         """The lowering of one product, or Refused."""
@@ -237,9 +237,7 @@ def _check_other_users(node: Node, order: Sequence[Node], elements: int) -> None
             continue
         for user in other.users:
             if user not in inside and user.target not in LOWERED:
-                shared = user.target in MOVES and all(
-                    u.target in LOWERED for u in user.users
-                )
+                shared = user.target in MOVES and all(u.target in LOWERED for u in user.users)
                 if not shared:
                     raise Refused(
                         f"the dequantised weight must feed products alone; {other.name} also "
@@ -269,9 +267,7 @@ def _bias(node: Node, at: int, scope: Scope) -> Region:
     return _vector(bias, order, scope)
 
 
-def _product_scale(
-    node: Node, scope: Scope
-) -> tuple[Region | None, tuple[tuple[Node, Node], ...]]:
+def _product_scale(node: Node, scope: Scope) -> tuple[Region | None, tuple[tuple[Node, Node], ...]]:
     """The scale that multiplies the product, if its only use is that multiplication."""
     value, n = node, node.meta["val"].shape[1]
     while len(value.users) == 1:

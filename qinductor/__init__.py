@@ -1,7 +1,7 @@
 """qinductor: lowers dequantised weights and quantisers in traced models to fused kernels.
 
-    model = torch.compile(model, backend="qinductor")
-    print(qinductor.explain(model, x))
+model = torch.compile(model, backend="qinductor")
+print(qinductor.explain(model, x))
 """
 
 import functools

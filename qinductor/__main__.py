@@ -21,7 +21,9 @@ def main(arguments: list[str]) -> int:
     explain.add_argument(
         "factory", metavar="FILE.py:FACTORY", help="a function that returns (module, args, kwargs)"
     )
-    explain.add_argument("--target", help="cpu, sm_80, sm_90 or sm_100; default: the model's device")
+    explain.add_argument(
+        "--target", help="cpu, sm_80, sm_90 or sm_100; default: the model's device"
+    )
     explain.add_argument("--dynamic", action="store_true", help="trace with dynamic shapes")
     given, rest = parser.parse_known_args(arguments)
     if given.command == "demo":

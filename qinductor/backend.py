@@ -54,7 +54,7 @@ def qinductor(
     matching = Matching(gm, values or example_inputs, chosen, packs=compiles)
     original = GraphModule(gm, copy.deepcopy(gm.graph))
     inner = matching.inner_compile if compiles else matching.skip_compile
-    compiled = compile_fx(
+    compiled: Any = compile_fx(
         gm, list(example_inputs), inner_compile=inner, config_patches=_patches(chosen, matching)
     )
     matching.finish()
@@ -86,7 +86,7 @@ _handed = threading.local()  # from `Compiled` to `Appending`, within one call
 
 
 class Compiled:
-    """A compiled graph with its resolver. What no longer fits the compiled contracts runs unfused."""
+    """A compiled graph with its resolver. Weights that do not fit its contracts run unfused."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class Appending:
         return self.compiled(inputs)
 
 
-class Passes(CustomGraphPass):  # type: ignore[misc]
+class Passes(CustomGraphPass):
     """The user's passes, then ours, in the one slot that torch 2.11 has."""
 
     def __init__(self, others: Sequence[Callable[[Graph], None]], ours: "Matching") -> None:
@@ -226,9 +226,7 @@ class Matching:
         graph.eliminate_dead_code()
         graph.lint()
 
-    def _lower(
-        self, graph: Graph, pattern: Pattern, node: Node, scope: Scope, site: Site
-    ) -> None:
+    def _lower(self, graph: Graph, pattern: Pattern, node: Node, scope: Scope, site: Site) -> None:
         target = self.options.target or _target(node.meta["val"].device)
         self.report.target = target
         with unset_fake_temporarily(), torch.no_grad():  # regions run on real tensors
@@ -307,7 +305,9 @@ class Matching:
         """Publishes the report; RequiredPatternError if a required pattern was not lowered."""
         remember(self.report)
         settings = {p.name: self.options.setting(p.name, p.default) for p in self.patterns}
-        missed = [s for s in self.report.sites if settings[s.pattern] == "require" and not s.lowered]
+        missed = [
+            s for s in self.report.sites if settings[s.pattern] == "require" and not s.lowered
+        ]
         if missed:
             raise RequiredPatternError(
                 f"{len(missed)} sites of a required pattern were not lowered\n{self.report}"

@@ -32,8 +32,19 @@ FLOAT_CODES: dict[str, torch.dtype] = {
 ARITHMETIC = ("q", "q-z", "q*s", "q/s", "(q-z)*s", "(q-z)/s", "q*s-z*s", "q*s+z")
 
 
+class _Hashed:
+    """A frozen dataclass that computes its hash once: contracts are looked up at every call."""
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, f.name) for f in dataclasses.fields(self)))  # type: ignore
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
 @dataclasses.dataclass(frozen=True)
-class WeightFormat:
+class WeightFormat(_Hashed):
     """A quantised weight W[n, k] = arithmetic(q[n, k], s[n // bn, k // bk], z[n // bn, k // bk]).
 
     codes       type of q: a key of `INT_CODES` or `FLOAT_CODES`
@@ -81,12 +92,14 @@ class WeightFormat:
             return "channel" if self.bn == 1 else f"block-{self.bn}xK"
         return f"group-{self.bk}" if self.bn == 1 else f"block-{self.bn}x{self.bk}"
 
+    __hash__ = _Hashed.__hash__
+
     def __str__(self) -> str:
         return render(self)
 
 
 @dataclasses.dataclass(frozen=True)
-class DequantMatmul:
+class DequantMatmul(_Hashed):
     """out[m, n] = x[m, :] . W[n, :] (* output_scale[n]) (+ bias[n]), W as `weight` says.
 
     x, out        dtypes of the activation and of the result
@@ -99,6 +112,8 @@ class DequantMatmul:
     out: torch.dtype
     output_scale: torch.dtype | None
     bias: bool
+
+    __hash__ = _Hashed.__hash__
 
     def __str__(self) -> str:
         return render(self)
@@ -212,7 +227,7 @@ def by_row(form: WeightFormat, grid: torch.Tensor, rows: int) -> torch.Tensor:
 def arithmetic(
     form: WeightFormat, q: torch.Tensor, s: torch.Tensor | None, z: torch.Tensor | None
 ) -> torch.Tensor:
-    """What `form.arithmetic` says, on tensors that broadcast; each operation rounds in its dtype."""
+    """What `form.arithmetic` says, on tensors that broadcast; every operation rounds."""
     if z is not None and form.arithmetic.startswith(("(q-z)", "q-z")):
         q = q.to(form.inner) - z.to(form.inner)
     w = q.to(form.compute)

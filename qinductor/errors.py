@@ -10,7 +10,7 @@ class OptionError(QinductorError, ValueError):
 
 
 class RequiredPatternError(QinductorError):
-    """A pattern set to `require` left a candidate unlowered; the message holds the table of sites."""
+    """A pattern set to `require` left a candidate unlowered; the message holds the table."""
 
 
 class Refused(Exception):

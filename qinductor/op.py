@@ -69,7 +69,7 @@ class Op:
         self.providers[provider.name] = provider
 
     def plan(self, contract: Any, target: str, m: int | None) -> "Plan":
-        """The providers for every M (or for this M alone). Refused, with every provider's reason."""
+        """The providers for every M, or for this one. Refused with every provider's reason."""
         reasons: list[str] = []
         steps: list[tuple[int, str]] = []
         reached = -1
@@ -115,8 +115,10 @@ class Plan:
     def summary(self) -> str:
         """The plan as the report prints it."""
         return ", ".join(
-            name if limit >= INFINITE and len(self.steps) == 1
-            else f"{name} (M > {self.steps[i - 1][0]})" if limit >= INFINITE
+            name
+            if limit >= INFINITE and len(self.steps) == 1
+            else f"{name} (M > {self.steps[i - 1][0]})"
+            if limit >= INFINITE
             else f"{name} (M <= {limit})"
             for i, (limit, name) in enumerate(self.steps)
         )

@@ -24,7 +24,7 @@ class Options:
 
     patterns   {pattern name: "on" | "off" | "require"}; a name left out takes its default
     mode       one of torch.compile's modes (torch refuses `mode=` together with `options=`)
-    target     "cpu", "sm_80", "sm_90" or "sm_100": which kernels to choose; None: the graph's device
+    target     "cpu", "sm_80", "sm_90" or "sm_100": whose kernels; None: the graph's device
     inductor   options passed on to Inductor
     Errors: OptionError for an unknown name (with the nearest known one) or value.
     """

@@ -22,7 +22,7 @@ class Lowering:
     bypassed            (node, the operand that takes its place) for nodes the operator absorbs
     leaves, signature   the constants that are packed, and what is done with them
     pack                leaves' tensors -> {name: packed tensor}; proves again, or raises Refused
-    packed              the packed tensors of the present weights; a call, so that explain can skip it
+    packed              () -> the packed tensors of the present weights; explain does not call it
     evaluations         (on probes, whole) evaluations of the region that identification took now
     """
 

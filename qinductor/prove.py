@@ -8,7 +8,8 @@ import torch
 
 from qinductor.contracts import FLOAT_CODES, INT_CODES, QuantizedWeight, WeightFormat, dequantize
 from qinductor.errors import Refused
-from qinductor.identify import Parameter, Reduced, Structure
+from qinductor.identify import Parameter, Structure
+from qinductor.probe import Reduced
 from qinductor.regions import Region, evaluate
 
 STRIP = 64  # rows on which candidates are compared before the winner is proved on the whole
@@ -23,9 +24,7 @@ def read(region: Region, structure: Structure, leaves: Sequence[torch.Tensor]) -
     """
     reduced = Reduced(region, region.nodes[structure.code])
     real = reduced.real(leaves)
-    parameters = {
-        region.nodes[p.at]: p for p in (structure.scale, structure.zero) if p is not None
-    }
+    parameters = {region.nodes[p.at]: p for p in (structure.scale, structure.zero) if p is not None}
     given = dict(real)
     for node, parameter in parameters.items():
         neutral = 1.0 if parameter is structure.scale else 0.0
@@ -57,7 +56,6 @@ def _differs(weight: QuantizedWeight, value: torch.Tensor) -> str:
         if found:
             return f"{form.codes} {form.granularity} {form.arithmetic} in {form.compute}: {found}"
     return ""
-
 
 
 def difference(ours: torch.Tensor, region: torch.Tensor) -> str:

@@ -1,6 +1,7 @@
 """Regions: the part of a graph behind one operand, extracted and evaluated as a pure function."""
 
 import dataclasses
+import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -100,9 +101,10 @@ class Region:
         self.n_axis = n_axis
         value = output.meta["val"]
         # [N, K] of a weight; a vector (a bias, a product's scale) has no K.
-        self.shape = tuple(int(size) for size in value.shape)
-        if n_axis == 1:
-            self.shape = self.shape[::-1]
+        sizes = [int(size) for size in value.shape]
+        self.shape = (
+            (sizes[n_axis], sizes[1 - n_axis]) if len(sizes) == 2 else (math.prod(sizes), 1)
+        )
         self.dtype: torch.dtype = value.dtype
         self.device: torch.device = value.device
         self.signature = self._signature()
@@ -170,7 +172,7 @@ def call(
 
 
 def behind(node: Node, scope: Scope) -> tuple[list[Node], list[Node]]:
-    """(nodes that `node` depends on, itself last, in graph order; the non-constant ones of them)."""
+    """(nodes that `node` depends on, itself last, in graph order; those not constant)."""
     seen: set[Node] = set()
     stack = [node]
     while stack:

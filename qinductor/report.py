@@ -64,9 +64,9 @@ class Report:
     def __str__(self) -> str:
         head = (
             f"qinductor: {self.lowered} of {len(self.sites)} sites lowered for {self.target} "
-            f"({self.graphs} graph{'s' * (self.graphs != 1)}; matching {self.matching_seconds:.2f} s; "
-            f"packed weights {self.packed_bytes / 1e6:.2f} MB, of them dense "
-            f"{self.dense_bytes / 1e6:.2f} MB)"
+            f"({self.graphs} graph{'s' * (self.graphs != 1)}; "
+            f"matching {self.matching_seconds:.2f} s; packed weights "
+            f"{self.packed_bytes / 1e6:.2f} MB, of them dense {self.dense_bytes / 1e6:.2f} MB)"
         )
         rows = [("where", "pattern", "contract", "lowered to, or why not")]
         for site in self.sites:

@@ -42,7 +42,10 @@ def check(old: torch.Tensor, new: torch.Tensor, what: str) -> None:
     """Refused unless both values have one dtype, shape and strides."""
     if old.dtype != new.dtype:
         raise Refused(f"{what} gives {old.dtype}, the operator {new.dtype}")
-    pairs = [*zip(old.shape, new.shape, strict=False), *zip(old.stride(), new.stride(), strict=False)]
+    pairs = [
+        *zip(old.shape, new.shape, strict=False),
+        *zip(old.stride(), new.stride(), strict=False),
+    ]
     if old.dim() != new.dim() or not all(statically_known_true(a == b) for a, b in pairs):
         raise Refused(
             f"{what} gives {list(old.shape)} with strides {list(old.stride())}, the operator "

@@ -6,7 +6,7 @@ inputs. A node without a rule for its demand raises `Untracked`: the caller eval
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -96,15 +96,16 @@ def _shape(node: Any) -> tuple[int, ...]:
     return tuple(int(size) for size in node.meta["val"].shape)
 
 
-def _rule(node: Node, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
+def _rule(node: Any, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
     """(what of each input this node needs, its arguments with sizes made to fit)."""
-    target, arguments = node.target, node.args
+    target: Any = node.target
+    arguments: Any = node.args
     if target in MAKERS:
         return {}, arguments
     if target in VIEWS:
         return _view(node, want)
     if target in SAME:
-        return {arguments[0]: want}, arguments  # type: ignore[dict-item]
+        return {arguments[0]: want}, arguments
     handler = _HANDLERS.get(target)
     if handler is not None:
         return handler(node, want)
@@ -113,7 +114,7 @@ def _rule(node: Node, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
     raise Untracked(f"{target} has no row rule")
 
 
-def _pointwise(node: Node, want: Prefix) -> Needs:
+def _pointwise(node: Any, want: Prefix) -> Needs:
     needs: Needs = {}
     for source in node.all_input_nodes:
         axis = want.axis - (len(_shape(node)) - len(_shape(source)))
@@ -122,7 +123,7 @@ def _pointwise(node: Node, want: Prefix) -> Needs:
     return needs
 
 
-def _view(node: Node, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
+def _view(node: Any, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
     source, shape, inner = node.args[0], list(_shape(node)), _shape(node.args[0])
     before, after = math.prod(shape[: want.axis]), math.prod(shape[want.axis + 1 :])
     for axis, size in enumerate(inner):
@@ -133,104 +134,109 @@ def _view(node: Node, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
             if count * step % after:
                 break
             shape[want.axis] = count * step // after
-            return {source: Prefix(axis, count)}, (source, shape)  # type: ignore[dict-item]
+            return {source: Prefix(axis, count)}, (source, shape)
     raise Untracked(f"rows of {list(_shape(node))} are no rows of {list(inner)}")
 
 
-def _expand(node: Node, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
+def _expand(node: Any, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
     shape = list(_shape(node))
     shape[want.axis] = want.size
     return _pointwise(node, want), (node.args[0], shape)
 
 
-def _permute(node: Node, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
+def _permute(node: Any, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
     source, dims = node.args
-    return {source: Prefix(dims[want.axis] % len(dims), want.size)}, node.args  # type: ignore
+    return {source: Prefix(dims[want.axis] % len(dims), want.size)}, node.args
 
 
-def _transpose(node: Node, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
+def _transpose(node: Any, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
     rank = len(_shape(node))
-    a, b = (int(d) % rank for d in (node.args[1:] or (0, 1)))  # type: ignore[call-overload]
+    a, b = (int(d) % rank for d in (node.args[1:] or (0, 1)))
     axis = {a: b, b: a}.get(want.axis, want.axis) if rank > 1 else want.axis
-    return {node.args[0]: Prefix(axis, want.size)}, node.args  # type: ignore[dict-item]
+    return {node.args[0]: Prefix(axis, want.size)}, node.args
 
 
-def _unsqueeze(node: Node, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
-    source, dim = node.args[0], int(node.args[1]) % len(_shape(node))  # type: ignore[call-overload]
+def _unsqueeze(node: Any, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
+    source, dim = node.args[0], int(node.args[1]) % len(_shape(node))
     need = None if dim == want.axis else Prefix(want.axis - (dim < want.axis), want.size)
-    return {source: need}, node.args  # type: ignore[dict-item]
+    return {source: need}, node.args
 
 
-def _squeeze(node: Node, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
+def _squeeze(node: Any, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
     source, dims = node.args
     inner = _shape(source)
     gone = {int(d) % len(inner) for d in (dims if isinstance(dims, (list, tuple)) else [dims])}
     kept = [axis for axis in range(len(inner)) if axis not in gone or inner[axis] != 1]
-    return {source: Prefix(kept[want.axis], want.size)}, node.args  # type: ignore[dict-item]
+    return {source: Prefix(kept[want.axis], want.size)}, node.args
 
 
-def _view_dtype(node: Node, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
+def _view_dtype(node: Any, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
     source, size = node.args[0], want.size
     if want.axis == len(_shape(node)) - 1:
-        bits = [n.meta["val"].dtype.itemsize for n in (node, source)]  # type: ignore[union-attr]
+        bits = [n.meta["val"].dtype.itemsize for n in (node, source)]
         size = -(-want.size * bits[0] // bits[1])
-    return {source: Prefix(want.axis, size)}, node.args  # type: ignore[dict-item]
+    return {source: Prefix(want.axis, size)}, node.args
 
 
-def _slice(node: Node, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
-    source, dim, start, _, step = (*node.args, *(0, 0, None, 1)[len(node.args) - 1 :])
+def _slice(node: Any, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
+    source: Any
+    dim: Any
+    start: Any
+    step: Any
+    given = tuple(node.args)
+    source, dim, start, _, step = given + (0, 0, None, 1)[len(given) - 1 :]
     rank, inner = len(_shape(node)), _shape(source)
-    if int(dim) % rank != want.axis:  # type: ignore[call-overload]
-        return {source: want}, node.args  # type: ignore[dict-item]
-    start = int(start or 0)  # type: ignore[call-overload]
+    if int(dim) % rank != want.axis:
+        return {source: want}, node.args
+    start = int(start or 0)
     start = max(start + inner[want.axis], 0) if start < 0 else start
-    size = min(start + (want.size - 1) * int(step) + 1, inner[want.axis])  # type: ignore
-    return {source: Prefix(want.axis, size)}, (source, dim, start, size, step)  # type: ignore
+    size = min(start + (want.size - 1) * int(step) + 1, inner[want.axis])
+    return {source: Prefix(want.axis, size)}, (source, dim, start, size, step)
 
 
-def _select(node: Node, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
-    source, dim = node.args[0], int(node.args[1]) % (len(_shape(node)) + 1)  # type: ignore
-    return {source: Prefix(want.axis + (want.axis >= dim), want.size)}, node.args  # type: ignore
+def _select(node: Any, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
+    source, dim = node.args[0], int(node.args[1]) % (len(_shape(node)) + 1)
+    return {source: Prefix(want.axis + (want.axis >= dim), want.size)}, node.args
 
 
-def _cat(node: Node, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
-    dim = (int(node.args[1]) if len(node.args) > 1 else 0) % len(_shape(node))  # type: ignore
+def _cat(node: Any, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
+    dim = (int(node.args[1]) if len(node.args) > 1 else 0) % len(_shape(node))
     if dim == want.axis:
         raise Untracked("the rows are concatenated")
     return dict.fromkeys(node.all_input_nodes, want), node.args
 
 
-def _index(node: Node, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
-    source, indices = node.args[0], list(node.args[1])  # type: ignore[arg-type]
+def _index(node: Any, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
+    source, indices = node.args[0], list(node.args[1])
     used = [i for i, index in enumerate(indices) if index is not None]
     if len(used) != 1:
         raise Untracked("the rows are gathered by several indices")
     at, index = used[0], indices[used[0]]
     rank = len(_shape(index))
     if at <= want.axis < at + rank:
-        return {source: None, index: Prefix(want.axis - at, want.size)}, node.args  # type: ignore
+        return {source: None, index: Prefix(want.axis - at, want.size)}, node.args
     axis = want.axis if want.axis < at else want.axis - rank + 1
-    return {source: Prefix(axis, want.size), index: None}, node.args  # type: ignore
+    return {source: Prefix(axis, want.size), index: None}, node.args
 
 
-def _pad(node: Node, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
-    source, pads = node.args[0], list(node.args[1])  # type: ignore[arg-type]
+def _pad(node: Any, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
+    source, pads = node.args[0], list(node.args[1])
     at = 2 * (len(_shape(node)) - 1 - want.axis)  # pads run from the last axis, (before, after)
     if at < len(pads):
         if pads[at] != 0:
             raise Untracked("the rows are padded in front")
         pads[at + 1] = max(0, want.size - _shape(source)[want.axis])
-    return {source: want}, (source, pads, *node.args[2:])  # type: ignore[dict-item]
+    return {source: want}, (source, pads, *node.args[2:])
 
 
-def _scatter(node: Node, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
-    dim = (int(node.args[2]) if len(node.args) > 2 else 0) % len(_shape(node))  # type: ignore
+def _scatter(node: Any, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
+    dim = (int(node.args[2]) if len(node.args) > 2 else 0) % len(_shape(node))
     if dim == want.axis:
         raise Untracked("the rows are written in blocks")
     return dict.fromkeys(node.all_input_nodes, want), node.args
 
 
-_HANDLERS = {
+_HANDLERS: dict[Any, Callable[[Any, Prefix], tuple[Needs, tuple[Any, ...]]]] = {
     aten.expand.default: _expand,
     aten.permute.default: _permute,
     aten.transpose.int: _transpose,

@@ -103,7 +103,9 @@ class Resolver:
             if known is None or not _current(slot, known, arguments) or not _holds(known, slot):
                 tensors, refused = {}, None
                 if known is not None and known.streak >= RESTLESS:
-                    refused = f"its weight changed on {RESTLESS} calls in a row, so it is no constant"
+                    refused = (
+                        f"its weight changed on {RESTLESS} calls in a row, so it is no constant"
+                    )
                 else:
                     try:
                         tensors = slot.pack([leaf.of(arguments) for leaf in slot.leaves])
@@ -218,6 +220,10 @@ def _pointers(model: torch.nn.Module) -> set[int]:
             found.add(value.data_ptr())
 
     for module in model.modules():
-        for value in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
+        for value in (
+            *module._parameters.values(),
+            *module._buffers.values(),
+            *vars(module).values(),
+        ):
             add(value)
     return found
