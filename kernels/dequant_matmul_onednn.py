@@ -135,23 +135,30 @@ def _loop(form: WeightFormat, ones: tuple[bool, ...]) -> Loop:
     if form.bits == 8 and form.arithmetic == "q":
         return lambda codes: codes.to(form.compute).to(form.dtype)
 
-    def plain(codes: torch.Tensor) -> torch.Tensor:
+    def w(codes: torch.Tensor, *grids: torch.Tensor) -> torch.Tensor:
+        s = grids[0] if form.scale is not None else None
+        z = grids[-1] if form.zero is not None else None
+        return arithmetic(form, codes, s, z)
+
+    def strip(codes: torch.Tensor, *grids: torch.Tensor) -> torch.Tensor:
         if form.bits == 8:
-            return codes
-        both = codes.float()
+            return w(codes, *grids)
+        both, h = codes.float(), codes.shape[0]
         high = torch.floor(both * 0.0625)
-        parts = torch.cat([high, both - high * 16 - 8])
-        return parts if form.codes == "int4" else parts + 8
+        low = both - high * 16 - 8
+        if form.codes == "uint4":
+            high, low = high + 8, low + 8
+        # Each half goes through to W before they meet: a joint float buffer would be written out.
+        return torch.cat([w(high, *[g[:h] for g in grids]), w(low, *[g[h:] for g in grids])])
 
     # A graph of its own for each format: Dynamo counts recompiles by code object.
-    if form.zero is not None:
-        graph = torch.fx.symbolic_trace(lambda q, s, z: arithmetic(form, plain(q), s, z))
-        if form.scale is None:
-            graph = torch.fx.symbolic_trace(lambda q, z: arithmetic(form, plain(q), None, z))
-    elif form.scale is not None:
-        graph = torch.fx.symbolic_trace(lambda q, s: arithmetic(form, plain(q), s, None))
+    count = (form.scale is not None) + (form.zero is not None)
+    if count == 2:
+        graph = torch.fx.symbolic_trace(lambda q, s, z: strip(q, s, z))
+    elif count == 1:
+        graph = torch.fx.symbolic_trace(lambda q, s: strip(q, s))
     else:
-        graph = torch.fx.symbolic_trace(lambda q: arithmetic(form, plain(q), None, None))
+        graph = torch.fx.symbolic_trace(lambda q: strip(q))
     # An integer zero makes q - z exact.
     whole_zero = form.zero is None or not form.zero.is_floating_point
     once = form.arithmetic in ROUNDED_ONCE and whole_zero

@@ -15,7 +15,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._dynamo.source import AttrSource, LocalSource
 from torch._functorch._aot_autograd import descriptors
+from torch._guards import ChainedSource
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -267,7 +269,7 @@ class Matching:
     def _blocked(self, graph: Graph) -> str | None:
         """Why nothing in this graph can be rewritten, or None."""
         holders = [node for node in graph.nodes if node.op == "placeholder"]
-        if self.ran:
+        if any("desc" not in node.meta for node in holders):
             return (
                 "it is in the body of a higher-order operator (cond, loop, checkpoint); only the "
                 "outermost graph is rewritten"
@@ -334,7 +336,7 @@ def scope_of(graph: Graph, gm: GraphModule, arguments: Sequence[Any]) -> Scope:
         elif not isinstance(arguments[leaf.index], torch.Tensor):
             scope.why[node] = "is a number"
         elif not _is_static(dynamo[leaf.index], arguments[leaf.index]):
-            scope.why[node] = "is an argument, neither a parameter, a buffer nor an attribute"
+            scope.why[node] = "is an argument, no parameter, buffer, attribute or closure"
         else:
             scope.leaves[node] = leaf
     return scope
@@ -350,9 +352,18 @@ def _leaf(description: Any) -> Leaf | None:
 
 
 def _is_static(node: Node, value: Any) -> bool:
-    if STATIC in (node.meta.get("tensor_dict") or {}):
+    """Whether a Dynamo placeholder is no argument: a parameter, buffer, attribute, closure, global.
+
+    The resolver looks at each of them again at every call, so none is trusted to stay as it is.
+    """
+    if STATIC in (node.meta.get("tensor_dict") or {}) or isinstance(value, torch.nn.Parameter):
         return True
-    return isinstance(value, torch.nn.Parameter)
+    source = getattr(node.meta.get("grapharg"), "source", None)
+    while isinstance(source, ChainedSource) and not isinstance(source, AttrSource):
+        source = source.base
+    if not isinstance(source, LocalSource):
+        return source is not None
+    return not source.is_input or source.is_derefed_cell_contents
 
 
 def _target(device: torch.device) -> str:
