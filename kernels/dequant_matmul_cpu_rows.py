@@ -13,9 +13,17 @@ _int4pack_mm = aten._weight_int4pack_mm_for_cpu.default
 _int8pack_mm = aten._weight_int8pack_mm.default
 GROUPS = (256, 128, 64, 32)  # the group sizes that the int4 kernels have
 
-# Largest M at which the row kernel beats dequantising once and oneDNN, from N = K = 384 to 4096 on
-# one thread of a Xeon with AMX, torch 2.13: 0.071 ms against 0.14 at 384x384, M = 16.
-ROW_KERNEL_M = {"int4": 16, "int8": 12}
+# Largest M at which the row kernel beats strips and oneDNN: (elements of W up to which, M).
+# One thread of a Xeon with AMX, torch 2.13, bf16: 384x384 to 2048x2048, M = 1 to 32.
+ROW_KERNEL_M = {
+    "int4": ((1 << 18, 15), (1 << 62, 12)),
+    "int8": ((1 << 18, 14), (1 << 62, 12)),
+}
+
+
+def _limit(kind: str, contract: DequantMatmul) -> int:
+    elements = contract.weight.n * contract.weight.k
+    return next(m for size, m in ROW_KERNEL_M[kind] if elements <= size)
 
 
 @functools.cache
@@ -78,7 +86,7 @@ class Int4RowKernel:
         return _why_no_scale(contract)
 
     def limit(self, contract: DequantMatmul) -> int:
-        return ROW_KERNEL_M["int4"]
+        return _limit("int4", contract)
 
     def operands(self, contract: DequantMatmul) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         n, g = contract.weight.n, _group(contract)
@@ -147,7 +155,7 @@ class Int8RowKernel:
         return _why_no_scale(contract)
 
     def limit(self, contract: DequantMatmul) -> int:
-        return ROW_KERNEL_M["int8"]
+        return _limit("int8", contract)
 
     def operands(self, contract: DequantMatmul) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         w = contract.weight

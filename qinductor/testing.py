@@ -126,7 +126,8 @@ def text(graph: Graph) -> str:
     """A graph as stable text: one numbered line a node, symbols renamed s0, s1 in their order.
 
     A line is `%number: dtype[shape]@device = operator(arguments)`, without the device for the CPU.
-    An operator of ours has its contract and its plan on lines of their own.
+    An operator of ours has its contract and its providers on lines of their own; the M up to which
+    a provider is preferred is left out: it is measured, and no matter of the graph.
     """
     numbers = {node: f"%{i}" for i, node in enumerate(graph.nodes)}
     symbols: dict[sympy.Basic, sympy.Symbol] = {}
@@ -152,6 +153,7 @@ def _lines(
     below: list[str] = []
     if str(node.target).startswith("qinductor."):
         arguments, below = arguments[:2], arguments[2:]
+        below[-1] = re.sub(r"\d+:", "", below[-1]).replace(",", ", ")
     target = node.target
     name = str(target) if isinstance(target, (str, torch._ops.OpOverload)) else target.__name__
     what = f"{name}({', '.join(arguments)})"
