@@ -30,7 +30,7 @@ from qinductor.pattern import Lowering, Pattern, where
 from qinductor.regions import Leaf, Scope
 from qinductor.report import Report, Site, remember
 from qinductor.rewrite import rewrite
-from qinductor.weights import Resolver, Slot
+from qinductor.weights import Resolver, Slot, seed
 
 Runner = Callable[[list[Any]], Any]
 STATIC = "_dynamo_static_input_type"
@@ -64,10 +64,7 @@ def qinductor(
         return original
     if not matching.slots:
         return compiled  # type: ignore[no-any-return]
-    resolver = Resolver(matching.slots)
-    for slot, tensors in matching.seeds:
-        resolver.seed(slot, example_inputs, tensors)
-    return Compiled(compiled, resolver, matching.report, original)
+    return Compiled(compiled, Resolver(matching.slots), matching.report, original)
 
 
 def _patches(options: Options, matching: "Matching") -> dict[str, Any]:
@@ -188,7 +185,6 @@ class Matching:
         self.gm, self.arguments, self.options, self.packs = gm, arguments, options, packs
         self.report = Report(target=options.target or "cpu")
         self.slots: list[Slot] = []
-        self.seeds: list[tuple[Slot, dict[str, torch.Tensor]]] = []
         self.fakes: list[torch.Tensor] = []
         self.ran = False
         self.rewritten: Graph | None = None
@@ -233,7 +229,6 @@ class Matching:
         self.report.target = target
         with unset_fake_temporarily(), torch.no_grad():  # regions run on real tensors
             lowering = pattern.lower(node, scope, target)
-            packed = lowering.packed() if self.packs else {}
         site.contract = lowering.contract.summary
         site.evaluations = lowering.evaluations
         site.cost = dict(costs(lowering.op, lowering.contract))
@@ -244,9 +239,11 @@ class Matching:
             tuple(lowering.plan.operands(lowering.op, lowering.contract)),
             lowering.pack,
         )
+        if self.packs:
+            with unset_fake_temporarily(), torch.no_grad():
+                seed(slot, self.arguments, lowering.packed)
         self.fakes.extend(rewrite(graph, lowering))
         self.slots.append(slot)
-        self.seeds.append((slot, packed))
         site.lowered, site.provider = True, lowering.plan.summary
         self._account(lowering)
 
@@ -306,6 +303,7 @@ class Matching:
     def finish(self) -> None:
         """Publishes the report; RequiredPatternError if a required pattern was not lowered."""
         remember(self.report)
+        self.arguments = ()  # no weight is kept alive by what was compiled for it
         settings = {p.name: self.options.setting(p.name, p.default) for p in self.patterns}
         missed = [
             s for s in self.report.sites if settings[s.pattern] == "require" and not s.lowered

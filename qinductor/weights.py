@@ -105,11 +105,6 @@ class Resolver:
             found.extend([entry.tensors[name] for name in slot.names])
         return found
 
-    def seed(self, slot: Slot, arguments: Sequence[Any], tensors: dict[str, torch.Tensor]) -> None:
-        """Stores what was packed when the graph was compiled."""
-        with _lock:
-            slot.entry = _remember(slot, arguments, tensors, None)
-
     def _packed(self, slot: Slot, arguments: Sequence[Any]) -> Entry:
         with _lock, unset_fake_temporarily(), torch.no_grad():
             known = _store.get(_key(slot, arguments))
@@ -122,6 +117,17 @@ class Resolver:
                 known.packed_at, known.streak = self.calls, streak
             slot.entry = known
             return known
+
+
+def seed(
+    slot: Slot, arguments: Sequence[Any], packed: Callable[[], dict[str, torch.Tensor]]
+) -> None:
+    """Packs a slot when its graph is compiled, unless another graph or a tied weight has."""
+    with _lock:
+        known = _store.get(_key(slot, arguments))
+        if known is None or not _current(slot, known, arguments) or not _holds(known, slot):
+            known = _remember(slot, arguments, packed(), None)
+        slot.entry = known
 
 
 def _tried(
