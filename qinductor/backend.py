@@ -130,6 +130,7 @@ class Appending:
     def __call__(self, inputs: list[Any]) -> Any:
         if self.packed:
             inputs.extend(_handed.packed)
+            _handed.packed = ()  # or it would outlive the model
         return self.compiled(inputs)
 
 

@@ -232,9 +232,8 @@ def _print(tensor: torch.Tensor) -> tuple[int, ...]:
     if not count:
         return ()
     at = torch.arange(0, count, max(1, count // SAMPLE), device=tensor.device)[: SAMPLE + 1]
-    flat = tensor.detach().reshape(-1) if tensor.is_contiguous() else tensor.detach().flatten()
-    raw = flat.view(torch.uint8).view(count, tensor.itemsize)
-    return tuple(raw[at].cpu().flatten().tolist())
+    sample = tensor.detach().reshape(-1)[at].cpu()
+    return tuple(sample.view(torch.uint8).tolist())
 
 
 def refresh(model: torch.nn.Module | None = None) -> int:
