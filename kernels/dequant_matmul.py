@@ -31,11 +31,13 @@ class Operands:
 
 
 def reference(contract: DequantMatmul, x: torch.Tensor, operands: Operands) -> torch.Tensor:
-    """out[M, N] = x . W^T (+ bias) (* output_scale): each operation rounds as the graph's did."""
+    """out[M, N] = x . W^T (* output_scale) (+ bias): each operation rounds as the graph's did."""
     weight = operands.weight
     w = dequantize(contract.weight, weight.codes, weight.scale, weight.zero)
-    out = torch.nn.functional.linear(x, w, operands.bias)
-    return out if operands.output_scale is None else out * operands.output_scale
+    if operands.output_scale is None:
+        return torch.nn.functional.linear(x, w, operands.bias)
+    out = torch.nn.functional.linear(x, w) * operands.output_scale
+    return out if operands.bias is None else out + operands.bias
 
 
 def cost(contract: DequantMatmul) -> dict[str, sympy.Expr]:

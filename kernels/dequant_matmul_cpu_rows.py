@@ -30,7 +30,7 @@ def _limit(kind: str, contract: DequantMatmul) -> int:
 def _group(contract: DequantMatmul) -> int:
     """The kernel's group: the largest that divides the contract's block along K; 0 if none."""
     w = contract.weight
-    return next((g for g in GROUPS if w.bk % g == 0 and w.k % g == 0), 0)
+    return next((g for g in GROUPS if w.k % w.bk == 0 and w.bk % g == 0), 0)
 
 
 def _row_scale(contract: DequantMatmul, source: Operands) -> torch.Tensor:
@@ -150,6 +150,8 @@ class Int8RowKernel:
             return f"W is {w.arithmetic}; it takes q*s"
         if w.bk != w.k:
             return f"blocks have {w.bk} of K = {w.k}; it takes one scale a row"
+        if w.k % 16:  # its bf16 loop has no tail: it reads past the end
+            return f"K is {w.k}; it takes multiples of 16"
         if contract.bias:
             return "a bias would be added after a rounding (1.7 times eager's error; 1.5 allowed)"
         return _why_no_scale(contract)

@@ -29,10 +29,15 @@ class Int4TensorCoreKernel:
         if w.arithmetic not in ("q", "q*s"):
             return f"W is {w.arithmetic}; it takes q*s (its own zero is rounded to bf16)"
         if {contract.x, w.scale, w.dtype} != {torch.bfloat16}:
-            return f"x is {short(contract.x)}, the scale {short(w.scale)}; it takes bf16 for both"
+            return (
+                f"x is {short(contract.x)}, the scale {short(w.scale)}, W {short(w.dtype)}; "
+                "it takes bf16 for all three"
+            )
         if contract.bias:
             return "a bias would be added after a rounding (1.6 times eager's error; 1.5 allowed)"
-        if contract.output_scale is not None or w.bn != 1:
+        if contract.output_scale is not None:
+            return "the product has a scale of its own; it takes one for each group of one row"
+        if w.bn != 1:
             return f"the scale is {w.granularity}; it takes one for each group of one row"
         if not _group(contract):
             return f"groups have {w.bk} of K = {w.k}; it takes multiples of 32 that divide K"
@@ -76,7 +81,7 @@ class Int4TensorCoreKernel:
 
 def _group(contract: DequantMatmul) -> int:
     w = contract.weight
-    return next((g for g in GROUPS if w.bk % g == 0 and w.k % g == 0), 0)
+    return next((g for g in GROUPS if w.k % w.bk == 0 and w.bk % g == 0), 0)
 
 
 DEQUANT_MATMUL.register(Int4TensorCoreKernel())

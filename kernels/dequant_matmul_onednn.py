@@ -85,7 +85,8 @@ class Bound:
         self.loop = _loop(dataclasses.replace(form, n=0, k=0, bn=0, bk=0), ones)
 
     def __call__(self, x: torch.Tensor, packed: Sequence[torch.Tensor]) -> torch.Tensor:
-        bias = None if self.bias is None else packed[self.bias]
+        added = None if self.bias is None else packed[self.bias]
+        bias = added if self.scale is None else None  # a scaled product is rounded first
         if len(self.strips) == 1:
             out = linear(x, self.strip(self.strips[0], packed), bias)
         else:
@@ -95,7 +96,10 @@ class Bound:
                 part = linear(x, w, None if bias is None else _rows(bias, spans))
                 for span, piece in zip(spans, part.chunk(len(spans), 1), strict=True):
                     out[:, span] = piece
-        return out if self.scale is None else out.mul_(packed[self.scale])
+        if self.scale is None:
+            return out
+        out.mul_(packed[self.scale])
+        return out if added is None else out.add_(added)
 
     def strip(self, spans: list[slice], packed: Sequence[torch.Tensor]) -> torch.Tensor:
         """These rows of W, dense."""

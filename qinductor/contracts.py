@@ -158,7 +158,8 @@ def render(contract: Any, prefix: str = "") -> str:
 @functools.cache
 def parse(kind: type[T], text: str) -> T:
     """The contract that `render` wrote; ValueError names the word it cannot read."""
-    words = dict(word.split("=", 1) for word in text.split(" "))
+    parts = [word.partition("=") for word in text.split(" ")]
+    words = {name: value for name, _, value in parts}
     return _build(kind, words, "")
 
 
@@ -171,18 +172,23 @@ def _build(kind: type[T], words: dict[str, str], prefix: str) -> T:
         elif name not in words:
             raise ValueError(f"a {kind.__name__} needs the field {name!r}, got {sorted(words)}")
         else:
-            values[field.name] = _value(field.type, words[name])
+            values[field.name] = _value(field.type, name, words[name])
     return kind(**values)
 
 
-def _value(kind: Any, text: str) -> Any:
+def _value(kind: Any, name: str, text: str) -> Any:
     if text == "None":
         return None
-    if kind is int:
+    if kind is str:
+        return text
+    if kind is int and text.isdecimal():
         return int(text)
-    if kind is bool:
+    if kind is bool and text in ("True", "False"):
         return text == "True"
-    return text if kind is str else getattr(torch, text)
+    dtype = getattr(torch, text, None)
+    if kind not in (int, bool) and isinstance(dtype, torch.dtype):
+        return dtype
+    raise ValueError(f"{name}={text} cannot be read as {kind}")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from qinductor.backend import qinductor
-from qinductor.options import Options
+from qinductor.options import Options, unknown
 from qinductor.report import Report, joined, reports
 
 
@@ -21,7 +21,10 @@ def explain(
     Weights are identified and proved but not packed. Errors: OptionError for bad options.
     """
     model = getattr(model, "_torchdynamo_orig_callable", getattr(model, "_orig_mod", model))
-    Options.of(options, None)
+    from qinductor import load
+
+    for name, _ in Options.of(options, None).patterns:
+        unknown("pattern", name, [pattern.name for pattern in load()])
     found: list[Report] = []
 
     def backend(gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:

@@ -52,6 +52,7 @@ class Parameter:
         """The grid [ceil(n / bn), ceil(k / bk)] of entries, in `dtype`."""
         at = self.base[:, None, :].repeat(1, -(-n // self.bn), 1)
         at[self.axis] += torch.arange(at.shape[1])[:, None] * self.step
+        value = value if value.dim() else value[None]
         entries = value[tuple(at.to(value.device))].to(self.dtype)
         return entries * self.sign if self.sign != 1 else entries
 
@@ -197,9 +198,12 @@ def _roles(
 def _counts(probe: Prober, node: Node, given: Mapping[Node, torch.Tensor]) -> bool:
     """Whether adding 1 and 2 to an integer parameter moves W by equal steps everywhere."""
     held = probe.values[node]
-    sign = -1 if held.numel() and int(held.max()) > torch.iinfo(held.dtype).max - 2 else 1
-    start = probe(5, given)
-    one, two = (probe(5, {**given, node: held + sign * i}) - start for i in (1, 2))
+    held = held.clamp(max=torch.iinfo(held.dtype).max - 2)
+    start = probe(5, {**given, node: held})
+    try:
+        one, two = (probe(5, {**given, node: held + i}) - start for i in (1, 2))
+    except IndexError:  # an index keeps its real value
+        return False
     first = one.flatten()[0]
     return bool(first != 0 and (one == first).all() and (two == 2 * first).all())
 

@@ -86,6 +86,10 @@ def _check(what: str, value: str | None, known: tuple[str, ...]) -> None:
 
 def _mapping(what: str, value: Any) -> dict[str, Any]:
     try:
-        return dict(value)
+        found = dict(value)
     except (TypeError, ValueError):
         raise OptionError(f"{what} must be a dict, got {value!r}") from None
+    for name in found:
+        if not isinstance(name, str):
+            raise OptionError(f"{what} has the name {name!r}; names are strings")
+    return found

@@ -166,7 +166,9 @@ def _squeeze(node: Any, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
     source, dims = node.args
     inner = _shape(source)
     gone = {int(d) % len(inner) for d in (dims if isinstance(dims, (list, tuple)) else [dims])}
-    kept = [axis for axis in range(len(inner)) if axis not in gone or inner[axis] != 1]
+    if any(inner[d] != 1 for d in gone):  # one row of them would be squeezed
+        raise Untracked(f"axes {sorted(gone)} of {list(inner)} are not all 1")
+    kept = [axis for axis in range(len(inner)) if axis not in gone]
     return {source: Prefix(kept[want.axis], want.size)}, node.args
 
 
@@ -226,6 +228,7 @@ def _pad(node: Any, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
         if pads[at] != 0:
             raise Untracked("the rows are padded in front")
         pads[at + 1] = max(0, want.size - _shape(source)[want.axis])
+        want = Prefix(want.axis, min(want.size, _shape(source)[want.axis]))
     return {source: want}, (source, pads, *node.args[2:])
 
 

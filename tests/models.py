@@ -11,17 +11,25 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 Make = Callable[[torch.nn.Module, torch.dtype], torch.Tensor]
 
 
-class Dequantised(torch.nn.Module):
-    """`product` of x and the weight that `make(self, dtype)` computes from the buffers."""
+class Holder(torch.nn.Module):
+    """Buffers, and a function of them and the arguments."""
 
-    def __init__(self, make: Make, product: Callable, **tensors: torch.Tensor) -> None:
+    def __init__(self, function: Callable, **tensors: torch.Tensor) -> None:
         super().__init__()
-        self.make, self.product = make, product
+        self.function = function
         for name, tensor in tensors.items():
             self.register_buffer(name, tensor)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.product(self, x, self.make(self, x.dtype))
+    def forward(self, *args: torch.Tensor) -> torch.Tensor:
+        return self.function(self, *args)
+
+
+class Dequantised(Holder):
+    """`product` of x and the weight that `make(self, dtype)` computes from the buffers."""
+
+    def __init__(self, make: Make, product: Callable, **tensors: torch.Tensor) -> None:
+        super().__init__(lambda m, x: product(m, x, make(m, x.dtype)), **tensors)
+        self.make = make
 
 
 class Random:
@@ -100,6 +108,10 @@ def high_first(m: Dequantised, dtype: torch.dtype) -> torch.Tensor:
     return grouped(nibbles(m.codes, high_first=True).to(dtype) - 8, m.scale)
 
 
+def unsigned(m: Dequantised, dtype: torch.dtype) -> torch.Tensor:
+    return grouped(nibbles(m.codes).to(dtype), m.scale)
+
+
 def signed_shifts(m: Dequantised, dtype: torch.dtype) -> torch.Tensor:
     return grouped(torch.stack([m.codes << 4 >> 4, m.codes >> 4], -1).flatten(1).to(dtype), m.scale)
 
@@ -152,6 +164,11 @@ def in_float32(m: Dequantised, dtype: torch.dtype) -> torch.Tensor:
     return (m.codes.float() * m.scale).to(dtype)
 
 
+def exponents(m: Dequantised, dtype: torch.dtype) -> torch.Tensor:
+    """Scales that are powers of two, stored as biased exponents."""
+    return grouped(m.codes.to(dtype), torch.pow(2.0, m.scale.int() - 127).to(dtype))
+
+
 def sliced_blocks(m: Dequantised, dtype: torch.dtype) -> torch.Tensor:
     """Ragged blocks of 128 x 128: the scales are repeated, and cut to size."""
     n, k = m.codes.shape
@@ -172,7 +189,8 @@ class Case:
     """A weight and its product.
 
     tensors  what the module holds, from random numbers
-    x        dtype of the activation; rank of the activation
+    x, rank  dtype of the activation, and its rank
+    k        input features
     """
 
     make: Make
@@ -180,6 +198,7 @@ class Case:
     tensors: Callable[[Random], dict[str, torch.Tensor]]
     x: torch.dtype = BF16
     rank: int = 2
+    k: int = K
 
     def module(self, seed: int = 0) -> Dequantised:
         return Dequantised(self.make, self.product, **self.tensors(Random(seed))).eval()
@@ -191,7 +210,7 @@ class Case:
 
     def activation(self, m: int, seed: int = 1) -> torch.Tensor:
         """[m, K], or for rank 3 [1, m, K]."""
-        x = Random(seed).normal(m, self.weight(self.module()).shape[1], dtype=self.x)
+        x = Random(seed).normal(m, self.k, dtype=self.x)
         return x if self.rank == 2 else x[None]
 
 
@@ -214,6 +233,10 @@ CASES = {
     ),
     "int4_int32_words": Case(
         int32_words, mm, lambda r: {"codes": r.words(N, K // 8), "scale": r.scales(N, 1)}
+    ),
+    "int4_unsigned": Case(
+        unsigned, plain,
+        lambda r: {"codes": r.integers(0, 256, N, K // 2), "scale": r.scales(N, K // G)},
     ),
     "int4_gptq": Case(
         gptq, transposed,
@@ -317,10 +340,16 @@ CASES = {
     "e4m3_sliced_blocks": Case(
         sliced_blocks, plain,
         lambda r: {"codes": r.float8(144, 200), "scale": r.scales(2, 2, dtype=FP32)},
+        k=200,
     ),
     "e4m3_padded_blocks": Case(
         padded_blocks, plain,
         lambda r: {"codes": r.float8(144, 200), "scale": r.scales(2, 2, dtype=FP32)},
+        k=200,
+    ),
+    "e4m3_exponents": Case(
+        exponents, plain,
+        lambda r: {"codes": r.float8(N, K), "scale": r.integers(117, 123, N, K // G)},
     ),
     "e5m2_divided": Case(
         divided, plain,

@@ -90,7 +90,7 @@ def test_a_missing_field_is_named(word):
     ],
 )
 def test_a_word_that_cannot_be_read_is_named(good, bad):
-    with pytest.raises(ValueError, match=bad):
+    with pytest.raises(ValueError, match=good.split("=")[0]):
         parse(DequantMatmul, str(MATMUL).replace(good, bad))
 
 
@@ -220,16 +220,16 @@ def test_strips_from_a_block_border_are_the_whole_s(form):
 
 
 def test_the_order_of_rounding_is_told_apart():
-    """Hand-made: 5 * s = 0.50048828 rounds to 0.5 and 2 * s to 0.2001953, yet 3 * s to 0.3007812."""
-    codes, scale = torch.tensor([[5]], dtype=torch.int8), torch.tensor([[0.1]], dtype=BF16)
-    zero = torch.tensor([[2]], dtype=torch.int8)
+    """s is 0.10009765625; 2 * s is exact in bf16, while 3 * s = 0.30029296875 rounds up."""
+    codes, scale = torch.tensor([[3]], dtype=torch.int8), torch.tensor([[0.1]], dtype=BF16)
+    zero = torch.tensor([[1]], dtype=torch.int8)
     form = WeightFormat("int4", 1, 1, 1, 1, "(q-z)*s", BF16, torch.int8, BF16, BF16, BF16)
     other = dataclasses.replace(form, arithmetic="q*s-z*s")
-    assert dequantize(form, codes, scale, zero).item() == 0.30078125
-    assert dequantize(other, codes, scale, zero).item() == 0.298828125
+    assert dequantize(form, codes, scale, zero).item() == 0.2001953125
+    assert dequantize(other, codes, scale, zero).item() == 0.201171875
     # The same operations in fp32 round once, at the end.
     exact = dataclasses.replace(other, compute=FP32)
-    assert dequantize(exact, codes, scale, zero).item() == 0.30078125
+    assert dequantize(exact, codes, scale, zero).item() == 0.2001953125
     # A zero that bf16 cannot hold: q - z in fp32 is exact, in bf16 it is not.
     wide = dataclasses.replace(form, codes="int8", zero=FP32, scale=FP32, compute=FP32, dtype=FP32)
     fine = dataclasses.replace(wide, inner=FP32)

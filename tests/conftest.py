@@ -1,0 +1,21 @@
+"""Every test starts clean: nothing compiled, no compile cache, one thread, one seed."""
+
+import pytest
+import torch
+from torch._functorch import config as functorch_config
+from torch._inductor import config as inductor_config
+
+import qinductor
+
+
+@pytest.fixture(autouse=True)
+def clean_state():
+    torch._dynamo.reset()
+    qinductor.reports().clear()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    settings = inductor_config.save_config()  # torchao's int8 sets some for the process
+    caches_off = inductor_config.patch(fx_graph_cache=False)
+    with caches_off, functorch_config.patch(enable_autograd_cache=False):
+        yield
+    inductor_config.load_config(settings)

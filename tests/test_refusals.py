@@ -1,0 +1,439 @@
+"""Near misses: what must be left alone, the reason with its values, and results that stay right."""
+
+import copy
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from models import BF16, FP16, G, Holder, K, N, Random, grouped, nibbles
+from torch._dynamo.exc import BackendCompilerFailed
+from torch.nn.functional import embedding, linear
+
+import qinductor
+from qinductor.errors import RequiredPatternError
+
+M = 32
+ORDER = torch.randperm(K, generator=Random(7).generator)  # act-order: which k is quantised when
+
+
+def int4(r: Random) -> dict[str, torch.Tensor]:
+    return {"codes": r.integers(0, 256, N, K // 2), "scale": r.scales(N, K // G)}
+
+
+def int8(r: Random) -> dict[str, torch.Tensor]:
+    return {"codes": r.integers(-128, 128, N, K, dtype=torch.int8), "scale": r.scales(N, 1)}
+
+
+def weight(m: Holder) -> torch.Tensor:
+    """The int4 weight that would be lowered."""
+    return grouped(nibbles(m.codes).to(BF16) - 8, m.scale)
+
+
+def run(
+    module: Holder, *args: torch.Tensor, options: dict | None = None, tolerance: float = 0.01
+) -> list[qinductor.Site]:
+    """The sites of one compiled call, whose result must be eager's."""
+    eager = copy.deepcopy(module)(*args)
+    ours = torch.compile(module, backend="qinductor", options=options)(*args)
+    assert (ours.shape, ours.dtype) == (eager.shape, eager.dtype)
+    assert (ours - eager).abs().max() <= tolerance * eager.abs().max()
+    return [site for report in qinductor.reports() for site in report.sites]
+
+
+def plain(m: Holder, x: torch.Tensor) -> torch.Tensor:
+    return linear(x, weight(m))
+
+
+def weight_as_argument(m, x, codes, scale):
+    return linear(x, grouped(nibbles(codes).to(BF16) - 8, scale))
+
+
+def scale_as_argument(m, x, codes, scale):
+    return linear(x, grouped(nibbles(m.codes).to(BF16) - 8, scale))
+
+
+def two_bits(m, x):
+    codes = torch.stack([m.codes >> shift & 3 for shift in (0, 2, 4, 6)], -1).flatten(1)
+    return linear(x, grouped(codes.to(BF16) - 2, m.scale))
+
+
+def codebook(m, x):
+    return linear(x, grouped(m.table[nibbles(m.codes).long()], m.scale))
+
+
+def uneven_levels(m, x):
+    return linear(x, grouped(nibbles(m.codes).to(BF16) / 7.5 - 1, m.scale))
+
+
+def mask_multiplied(m, x):
+    return linear(x, weight(m) * m.mask)
+
+
+def mask_selected(m, x):
+    return linear(x, torch.where(m.mask, weight(m), 0))
+
+
+def scale_of_elements(m, x):
+    return linear(x, m.codes.to(BF16) * m.scale)
+
+
+def act_order(m, x):
+    return linear(x, (nibbles(m.codes).to(BF16) - 8) * m.scale[:, m.order])
+
+
+def global_scale(m, x):
+    return linear(x, weight(m) * m.all)
+
+
+def two_zeros(m, x):
+    return linear(x, grouped(nibbles(m.codes).to(BF16), m.scale, m.zero) - m.offset)
+
+
+def zero_that_wraps(m, x):
+    return linear(x, (m.codes - m.zero).to(BF16) * m.scale)
+
+
+def exponent_on_codes(m, x):
+    codes = m.codes.to(BF16).unflatten(1, (-1, G))
+    return linear(x, torch.ldexp(codes, (m.scale.int() - 127).unsqueeze(2)).flatten(1))
+
+
+def lora(m, x):
+    return linear(x, weight(m) + m.b @ m.a)
+
+
+def tied_embedding(m, x, tokens):
+    w = weight(m)
+    return linear(x + embedding(tokens, w), w)
+
+
+def fake_quantised(m, x):
+    codes = (m.weight / m.scale).round().clamp(-128, 127).to(torch.int8)
+    return linear(x, codes.to(BF16) * m.scale)
+
+
+def alpha(m, x):
+    return torch.addmm(m.bias, x, weight(m).t(), alpha=2)
+
+
+def bias_from_x(m, x):
+    return torch.addmm(x[0, :N], x, weight(m).t())
+
+
+def bias_of_rows(m, x):
+    return torch.addmm(m.bias, x, weight(m).t())
+
+
+def batched(m, x):
+    return torch.bmm(x.view(2, -1, K), (m.codes.to(BF16) * m.scale).mT)
+
+
+def weight_on_the_left(m, x):
+    return torch.mm(weight(m), x.t())
+
+
+def float64(m, x):
+    return linear(x.double(), weight(m).double())
+
+
+def both(what: str, one: str, other: str) -> str:
+    """A regular expression that finds two tensors, in either order."""
+    return f"at most one {what}, found 2: (?=.*{one})(?=.*{other})"
+
+
+CONSTANTS = r"the weight must be made of constants; arg\d_1 is an argument, n"
+# function, what its module holds, arguments after x, the reason
+MISSES: list[tuple[Callable, Callable, Callable, str]] = [
+    (weight_as_argument, lambda r: {}, lambda r: int4(r).values(), CONSTANTS),
+    (scale_as_argument, int4, lambda r: int4(r).values(), CONSTANTS),
+    (
+        two_bits,
+        lambda r: int4(r) | {"codes": r.integers(0, 256, N, K // 4)},
+        None,
+        r"wanted integers or float8 with at least 4 bits .* 48x128 .* found uint8\[48, 32\]",
+    ),
+    (
+        codebook,
+        lambda r: int4(r) | {"table": r.normal(16)},
+        None,
+        r"W must depend on the codes .* it is 1 for code 3 and for code 5",
+    ),
+    (
+        uneven_levels,
+        int4,
+        None,
+        r"codes 0, 1, 2, 4 must be a straight line; it is \[-1.0, -0.867\d+, -0.734\d+, -0.4",
+    ),
+    (
+        mask_multiplied,
+        lambda r: int4(r) | {"mask": r.integers(0, 2, N, K, dtype=BF16)},
+        None,
+        both("scale", r"bfloat16\[48, 128\]", r"bfloat16\[48, 4"),
+    ),
+    (
+        mask_selected,
+        lambda r: int4(r) | {"mask": r.integers(0, 2, N, K, dtype=torch.bool)},
+        None,
+        r"W must be equal everywhere; for code 3 W\[0,0\] = -5 and W\[0,1\] = 1",
+    ),
+    (
+        scale_of_elements,
+        lambda r: int8(r) | {"scale": r.scales(N, K)},
+        None,
+        r"bfloat16\[48, 128\] has one entry for each element",
+    ),
+    (act_order, lambda r: int4(r) | {"order": ORDER // G}, None, r"bfloat16\[48, 4\].*act-order"),
+    (
+        global_scale,
+        lambda r: int4(r) | {"all": r.scales()},
+        None,
+        both("scale", r"bfloat16\[\]", r"bfloat16\[48, 4"),
+    ),
+    (
+        two_zeros,
+        lambda r: int4(r) | {"zero": r.normal(N, K // G), "offset": r.normal(N, 1)},
+        None,
+        both("zero", r"bfloat16\[48, 4", r"bfloat16\[48, 1\]"),
+    ),
+    (
+        zero_that_wraps,
+        lambda r: int8(r) | {"zero": r.integers(-128, 128, N, 1, dtype=torch.int8)},
+        None,
+        r"not bitwise equal to its nearest format, int8 channel .*: "
+        r"W\[\d+,\d+\] is \S+ in the reference and \S+ in the region \(\d+ of 6144 differ\)",
+    ),
+    (
+        exponent_on_codes,
+        lambda r: {"codes": r.float8(N, K), "scale": r.integers(117, 123, N, K // G)},
+        None,
+        r"W must be equal everywhere; for code 3 W\[0,0\] = [\d.]+ and W\[0,\d+\] = [\d.]+",
+    ),
+    (
+        lora,
+        lambda r: int4(r) | {"a": r.normal(4, K, times=0.1), "b": r.normal(N, 4, times=0.1)},
+        None,
+        r"must be made of codes alone; mm \(aten.mm.default\) is computed into it",
+    ),
+    (
+        tied_embedding,
+        int4,
+        lambda r: [r.integers(0, N, M, dtype=torch.int64)],
+        r"must feed products alone; \w+ also feeds embedding \(aten.embedding.default\)",
+    ),
+    (
+        fake_quantised,
+        lambda r: {"weight": r.normal(N, K, times=0.5), "scale": r.scales(N, 1)},
+        None,
+        r"stored as bfloat16\[48, 128\], bfloat16\[48, 1\] and quantised in every call: no codes",
+    ),
+    (
+        alpha,
+        lambda r: int4(r) | {"bias": r.normal(N)},
+        None,
+        r"addmm must have beta = 1 and alpha = 1; it has {'beta': 1, 'alpha': 2}",
+    ),
+    (bias_from_x, int4, None, r"the bias must be made of constants; arg0_1 is an argument"),
+    (
+        bias_of_rows,
+        lambda r: int4(r) | {"bias": r.normal(M, N)},
+        None,
+        r"the bias must have shape \[48\]; it has \[32, 48\]",
+    ),
+    (
+        batched,
+        lambda r: {"codes": r.integers(-128, 128, 2, N, K, dtype=torch.int8), "scale": r.scales(1)},
+        None,
+        r"the product must be mm, addmm or linear; it is aten.bmm.default",
+    ),
+    (
+        weight_on_the_left,
+        int4,
+        None,
+        r"must be the right operand of aten.mm.default; it is the left",
+    ),
+    (float64, int4, None, r"x must be bf16, fp16 or fp32; it is fp64"),
+]
+
+
+@pytest.mark.parametrize("miss", MISSES, ids=lambda miss: miss[0].__name__)
+def test_refused(miss: tuple[Callable, Callable, Callable | None, str]) -> None:
+    function, tensors, arguments, reason = miss
+    r = Random()
+    module = Holder(function, **tensors(r))
+    with torch.no_grad():
+        (site,) = run(module, r.normal(M, K), *(arguments(r) if arguments else ()))
+    assert not site.lowered
+    assert re.search(reason, site.reason), site.reason
+
+
+def test_near_hit() -> None:
+    """The weight that the misses vary is lowered."""
+    r = Random()
+    with torch.no_grad():
+        (site,) = run(Holder(plain, **int4(r)), r.normal(M, K))
+    assert site.lowered, site.reason
+
+
+def test_written_scale() -> None:
+    """A graph that writes to a weight sees its own writes."""
+
+    def step(m, x):
+        m.scale.mul_(1.5)
+        return linear(x, weight(m))
+
+    r = Random()
+    module, x = Holder(step, **int4(r)), r.normal(M, K)
+    other = copy.deepcopy(module)
+    compiled = torch.compile(module, backend="qinductor")
+    with torch.no_grad():
+        for _ in range(3):
+            torch.testing.assert_close(compiled(x), other(x), rtol=0.02, atol=0.02)
+    assert torch.equal(module.scale, other.scale)
+    ((site,),) = (report.sites for report in qinductor.reports())
+    assert not site.lowered
+    assert re.search(r"made of constants; arg\d_1 is written to by the graph", site.reason)
+
+
+def test_graph_break() -> None:
+    def broken(m, x):
+        w = weight(m)
+        torch._dynamo.graph_break()
+        return linear(x, w)
+
+    r = Random()
+    with torch.no_grad():
+        (site,) = run(Holder(broken, **int4(r)), r.normal(M, K))
+    assert not site.lowered
+    assert "a graph break in between makes bfloat16[48, 128] an output" in site.reason
+    assert len(qinductor.reports()) == 2
+
+
+@pytest.mark.parametrize("how", ["option", "config"])
+def test_freezing(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"inductor": {"freezing": True}} if how == "option" else None
+    if how == "config":
+        monkeypatch.setattr(torch._inductor.config, "freezing", True)
+    r = Random()
+    with torch.no_grad():
+        (site,) = run(Holder(plain, **int4(r)), r.normal(M, K), options=options)
+    assert not site.lowered
+    assert "freezing folds constant weights; wanted torch._inductor.config.freezing False" in (
+        site.reason
+    )
+
+
+def test_training() -> None:
+    """Gradients are eager's; the same module without gradients is lowered."""
+    r = Random()
+    module = Holder(lambda m, x: linear(x, weight(m), m.bias), **int4(r))
+    module.bias = torch.nn.Parameter(r.normal(N))
+    x = r.normal(M, K)
+    (site,) = run(module, x)
+    assert not site.lowered
+    assert "a training graph; wanted torch.no_grad()" in site.reason
+    other = copy.deepcopy(module)
+    torch.compile(module, backend="qinductor")(x).square().sum().backward()
+    other(x).square().sum().backward()
+    torch.testing.assert_close(module.bias.grad, other.bias.grad, rtol=0.02, atol=0.5)
+    qinductor.reports().clear()
+    with torch.no_grad():
+        (site,) = run(module, x)
+    assert site.lowered, site.reason
+
+
+def test_off() -> None:
+    r = Random()
+    options = {"patterns": {"dequant_matmul": "off"}}
+    with torch.no_grad():
+        assert run(Holder(plain, **int4(r)), r.normal(M, K), options=options) == []
+
+
+def test_require() -> None:
+    """The compile fails with the table; what can be lowered passes."""
+    r = Random()
+    options = {"patterns": {"dequant_matmul": "require"}}
+    module = Holder(alpha, bias=r.normal(N), **int4(r))
+    x = r.normal(M, K)
+    with torch.no_grad():
+        compiled = torch.compile(module, backend="qinductor", options=options)
+        with pytest.raises(BackendCompilerFailed, match="1 sites of a required pattern") as error:
+            compiled(x)
+        assert isinstance(error.value.inner_exception, RequiredPatternError)
+        assert re.search(r"dequant_matmul +- +NOT LOWERED: addmm must have", str(error.value))
+        qinductor.reports().clear()
+        (site,) = run(Holder(plain, **int4(r)), x, options=options)
+    assert site.lowered
+
+
+def test_beside_a_branch() -> None:
+    """Bodies of a branch are left alone; the product in the outermost graph is lowered."""
+
+    def forked(m, x):
+        y = linear(x, weight(m))
+        return torch.cond(x.sum() > 0, lambda y: plain(m, y @ m.back), lambda y: y * 3, [y])
+
+    r = Random()
+    with torch.no_grad():
+        outer, inner = sorted(
+            run(Holder(forked, back=r.normal(N, K, times=0.1), **int4(r)), r.normal(M, K)),
+            key=lambda site: not site.lowered,
+        )
+    assert not inner.lowered and "it is in the body of a higher-order operator" in inner.reason
+    assert outer.lowered, outer.reason
+
+
+# Lowered or not: what is not finite in eager is so here, in the same places and in the same way.
+
+
+def same_kinds(ours: torch.Tensor, eager: torch.Tensor) -> bool:
+    """Whether NaN, inf and -inf are in the same places."""
+    kinds = (torch.isnan, torch.isposinf, torch.isneginf)
+    return all(torch.equal(kind(ours), kind(eager)) for kind in kinds)
+
+
+@pytest.mark.parametrize("m", [4, M])
+@pytest.mark.parametrize("function", [plain, scale_of_elements])
+def test_nan_scale(function: Callable, m: int) -> None:
+    r = Random()
+    module = Holder(function, **(int4(r) if function is plain else int8(r)))
+    module.scale[3, 0] = torch.nan
+    x = r.normal(m, K)
+    with torch.no_grad():
+        ours, eager = torch.compile(module, backend="qinductor")(x), module(x)
+    assert eager[:, 3].isnan().all() and same_kinds(ours, eager)
+
+
+@pytest.mark.parametrize("m", [4, M])
+def test_nan_activation(m: int) -> None:
+    r = Random()
+    module, x = Holder(plain, **int4(r)), r.normal(m, K)
+    x[0, 5], x[1, 6] = torch.inf, torch.nan
+    with torch.no_grad():
+        ours, eager = torch.compile(module, backend="qinductor")(x), module(x)
+    assert same_kinds(ours, eager)
+
+
+@pytest.mark.parametrize("m", [4, M])
+def test_infinite_bias(m: int) -> None:
+    """A bias of -inf masks an output, such as a padded entry of a vocabulary."""
+    r = Random()
+    module = Holder(lambda m, x: linear(x, weight(m), m.bias), bias=r.normal(N), **int4(r))
+    module.bias[5] = -torch.inf
+    x = r.normal(m, K)
+    with torch.no_grad():
+        ours, eager = torch.compile(module, backend="qinductor")(x), module(x)
+    assert same_kinds(ours, eager), ours[0, 5]
+
+
+@pytest.mark.parametrize("m", [4, M])
+def test_scale_near_overflow(m: int) -> None:
+    """8 * scale overflows in fp16, W does not."""
+    r = Random()
+    module = Holder(lambda m, x: linear(x, grouped(nibbles(m.codes).to(FP16), m.scale)), **int4(r))
+    module.codes &= 0x77
+    module.scale = torch.full_like(module.scale, 8200, dtype=FP16)
+    x = r.normal(m, K, dtype=FP16, times=1e-4)
+    with torch.no_grad():
+        ours, eager = torch.compile(module, backend="qinductor")(x), module(x)
+    assert eager.isfinite().all() and same_kinds(ours, eager)
