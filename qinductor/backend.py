@@ -222,8 +222,9 @@ class Matching:
                     site.reason, site.contract = refusal.reason, refusal.contract
                 except Exception as error:
                     site.reason = f"an error of qinductor's own: {type(error).__name__}: {error}"
-        graph.eliminate_dead_code()
-        graph.lint()
+        if self.slots:
+            graph.eliminate_dead_code()
+            graph.lint()
 
     def _lower(self, graph: Graph, pattern: Pattern, node: Node, scope: Scope, site: Site) -> None:
         target = self.options.target or _target(node.meta["val"].device)

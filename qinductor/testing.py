@@ -90,7 +90,9 @@ class _Recording(Matching):
     before = after = ""
 
     def __call__(self, graph: Graph) -> None:
-        self.before = text(graph)
+        if any("desc" not in holder.meta for holder in graph.find_nodes(op="placeholder")):
+            return super().__call__(graph)  # the body of a higher-order operator
+        self.before, self.rewritten = text(graph), None
         super().__call__(graph)
         self.after = text(self.rewritten or graph)
         raise _Stop
