@@ -11,9 +11,15 @@ import torch
 import torch.fx.experimental._config as symbolic_shapes_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-from qinductor.contracts import DequantMatmul, WeightFormat, arithmetic, by_row, dequantize
+from qinductor.contracts import (
+    DequantMatmul,
+    WeightFormat,
+    arithmetic,
+    by_row,
+    dequantize,
+    difference,
+)
 from qinductor.kernels.dequant_matmul import DEQUANT_MATMUL, Reference
-from qinductor.prove import difference
 
 # Elements of W that are dense at a time. 2 MB in bf16 is what an L2 cache holds, and a buffer that
 # size is reused by the allocator, where a larger one is mapped and faulted in at every call.

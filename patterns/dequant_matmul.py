@@ -12,6 +12,7 @@ its value is one number per output feature.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -97,8 +98,11 @@ class DequantMatmulPattern:
             elif node.op == "output":
                 # A graph break between dequantisation and product makes the weight an output.
                 for value in dict.fromkeys(node.all_input_nodes):
-                    constant = value.op == "call_function" and not behind(value, scope)[1]
-                    if constant and _is_quantized(value, scope):
+                    order, varying = behind(value, scope)
+                    computed = value.op != "call_function" or any(
+                        n.target in PRODUCTS for n in order
+                    )
+                    if not varying and not computed and _is_quantized(value, scope):
                         yield value
 
     def lower(self, node: Node, scope: Scope, target: str) -> Lowering:
@@ -159,27 +163,33 @@ def _is_quantized(side: Node, scope: Scope) -> bool:
     value = side.meta["val"]
     if value.dim() < 2 or not value.dtype.is_floating_point:
         return False
-    elements = 1
-    for size in value.shape:
-        elements *= size if isinstance(size, int) else 1
+    elements = math.prod(size for size in value.shape if isinstance(size, int))
     codes = [n for n in order if n.op != "call_function" and _holds_codes(n, elements)]
-    if not varying:
+    sized = [n for n in order if n in scope.leaves and _has_codes_dtype(n)]
+    tensors = [n for n in varying if isinstance(n.meta.get("val"), torch.Tensor)]
+    symbolic = any(isinstance(size, torch.SymInt) for size in value.shape)
+    if not tensors:
         rounded = any(
             n.op == "call_function" and n.target in CASTS
             and n.meta["val"].dtype in (*FLOAT8, torch.int8, torch.uint8)
             and n.meta["val"].numel() == elements
             for n in order
         )  # fmt: skip
-        return bool(codes) or rounded
+        return bool(codes or rounded or (symbolic and sized))
     computed = any(n.target in PRODUCTS | LOOKUPS for n in order)
-    symbolic = any(isinstance(size, torch.SymInt) for size in value.shape)
     return bool(codes) and not computed and not symbolic
 
 
-def _holds_codes(node: Node, elements: int) -> bool:
+def _has_codes_dtype(node: Node) -> bool:
     value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor) or value.dtype not in (*INTEGER, *FLOAT8):
+    return isinstance(value, torch.Tensor) and value.dtype in (*INTEGER, *FLOAT8)
+
+
+def _holds_codes(node: Node, elements: int) -> bool:
+    """Whether the tensor has at least a bit for each element."""
+    if not _has_codes_dtype(node):
         return False
+    value = node.meta["val"]
     size = value.numel()
     return isinstance(size, int) and size * value.dtype.itemsize * 8 >= elements
 

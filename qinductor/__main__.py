@@ -62,8 +62,13 @@ def _made(text: str) -> tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]:
         names = ", ".join(n for n, v in vars(module).items() if callable(v) and n[0] != "_")
         raise QinductorError(f"{path} has no function {name!r}; it has: {names or 'none'}")
     made = factory()
-    if not isinstance(made, tuple) or len(made) != 3 or not callable(made[0]):
-        raise QinductorError(f"{name}() must return (module, args, kwargs); it returned {made!r}")
+    parts = made if isinstance(made, tuple) else (made,)
+    shape = [callable(part) for part in parts[:1]] + [
+        isinstance(part, kind) for part, kind in zip(parts[1:], ((tuple, list), dict), strict=False)
+    ]
+    if len(parts) != 3 or not all(shape):
+        got = ", ".join(type(part).__name__ for part in parts)
+        raise QinductorError(f"{name}() must return (module, args, kwargs); it returned ({got})")
     return made[0], tuple(made[1]), dict(made[2])
 
 

@@ -188,6 +188,7 @@ class Matching:
         self.slots: list[Slot] = []
         self.fakes: list[torch.Tensor] = []
         self.ran = False
+        self.failed: str | None = None
         self.rewritten: Graph | None = None
 
     def __call__(self, graph: Graph) -> None:
@@ -202,7 +203,8 @@ class Matching:
                 self.rewritten = self.rewritten or graph
             self._match(graph, blocked)
         except Exception as error:
-            self.report.notes.append(f"matching stopped: {type(error).__name__}: {error}")
+            self.failed = f"matching stopped: {type(error).__name__}: {error}"
+            self.report.notes.append(self.failed)
         self.report.matching_seconds += time.perf_counter() - started
 
     def _match(self, graph: Graph, blocked: str | None) -> None:
@@ -282,6 +284,8 @@ class Matching:
     def inner_compile(self, gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         """Inductor's inner compile, with the packed inputs appended."""
         self._report_unpassed(gm)
+        if kwargs.get("is_backward"):
+            return compile_fx_inner(gm, inputs, **kwargs)
         first = len(inputs)
         static = range(first, first + len(self.fakes))
         kwargs["static_input_idxs"] = [*kwargs.get("static_input_idxs", ()), *static]
@@ -310,6 +314,8 @@ class Matching:
         missed = [
             s for s in self.report.sites if settings[s.pattern] == "require" and not s.lowered
         ]
+        if self.failed and "require" in settings.values():
+            raise RequiredPatternError(f"a pattern is required, yet {self.failed}")
         if missed:
             raise RequiredPatternError(
                 f"{len(missed)} sites of a required pattern were not lowered\n{self.report}"

@@ -31,6 +31,8 @@ FLOAT_CODES: dict[str, torch.dtype] = {
 # How codes q, scale s and zero z make a weight. The order of operations decides the rounding.
 ARITHMETIC = ("q", "q-z", "q*s", "q/s", "(q-z)*s", "(q-z)/s", "q*s-z*s", "q*s+z")
 
+_INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 
 class _Hashed:
     """A frozen dataclass that computes its hash once: contracts are looked up at every call."""
@@ -244,3 +246,23 @@ def arithmetic(
             z = z.to(form.compute)
             w = w + z if form.arithmetic == "q*s+z" else w - z * s
     return w.to(form.dtype)
+
+
+def difference(ours: torch.Tensor, region: torch.Tensor) -> str:
+    """Empty where the bit patterns are equal, else the first place and both values."""
+    if ours.shape != region.shape or ours.dtype != region.dtype:
+        return (
+            f"the reference is {ours.dtype}{list(ours.shape)}, "
+            f"the region {region.dtype}{list(region.shape)}"
+        )
+    bits = _INTEGER_OF_SIZE[ours.dtype.itemsize]
+    other = ours.contiguous().view(bits) != region.contiguous().view(bits)
+    count = int(other.sum())
+    if not count:
+        return ""
+    place = [int(i) for i in torch.unravel_index(other.flatten().int().argmax(), other.shape)]
+    at = ",".join(map(str, place))
+    return (
+        f"W[{at}] is {float(ours[tuple(place)])!r} in the reference and "
+        f"{float(region[tuple(place)])!r} in the region ({count} of {other.numel()} differ)"
+    )

@@ -1,5 +1,6 @@
 """`explain`: what the backend would lower in a model, without compiling a kernel."""
 
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -32,7 +33,19 @@ def explain(
         found.append(reports().pop())
         return run
 
-    # A fresh compile each time: what Dynamo has cached for this model holds no report.
-    with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=1 << 20):
-        torch.compile(model, backend=backend, dynamic=dynamic)(*args, **kwargs)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return model(*args, **kwargs)
+
+    # A code object of its own, so that the model's recompiles are not counted against these.
+    fresh = types.FunctionType(call.__code__.replace(), globals(), closure=call.__closure__)
+    modules = list(model.modules()) if isinstance(model, torch.nn.Module) else []
+    compiled = [(m, m._compiled_call_impl) for m in modules if m._compiled_call_impl is not None]
+    try:
+        for module, _ in compiled:  # compiled in place, by module.compile()
+            module._compiled_call_impl = None
+        with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=1 << 20):
+            torch.compile(fresh, backend=backend, dynamic=dynamic)(*args, **kwargs)
+    finally:
+        for module, impl in compiled:
+            module._compiled_call_impl = impl
     return joined(found)

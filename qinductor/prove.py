@@ -6,14 +6,20 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from qinductor.contracts import FLOAT_CODES, INT_CODES, QuantizedWeight, WeightFormat, dequantize
+from qinductor.contracts import (
+    FLOAT_CODES,
+    INT_CODES,
+    QuantizedWeight,
+    WeightFormat,
+    dequantize,
+    difference,
+)
 from qinductor.errors import Refused
 from qinductor.identify import Parameter, Structure
 from qinductor.probe import Reduced
 from qinductor.regions import Region, evaluate
 
 STRIP = 64  # rows on which candidates are compared before the winner is proved on the whole
-_INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def read(region: Region, structure: Structure, leaves: Sequence[torch.Tensor]) -> QuantizedWeight:
@@ -56,26 +62,6 @@ def _differs(weight: QuantizedWeight, value: torch.Tensor) -> str:
         if found:
             return f"{form.codes} {form.granularity} {form.arithmetic} in {form.compute}: {found}"
     return ""
-
-
-def difference(ours: torch.Tensor, region: torch.Tensor) -> str:
-    """Empty where the bit patterns are equal, else the first place and both values."""
-    if ours.shape != region.shape or ours.dtype != region.dtype:
-        return (
-            f"the reference is {ours.dtype}{list(ours.shape)}, "
-            f"the region {region.dtype}{list(region.shape)}"
-        )
-    bits = _INTEGER_OF_SIZE[ours.dtype.itemsize]
-    other = ours.contiguous().view(bits) != region.contiguous().view(bits)
-    count = int(other.sum())
-    if not count:
-        return ""
-    place = [int(i) for i in torch.unravel_index(other.flatten().int().argmax(), other.shape)]
-    at = ",".join(map(str, place))
-    return (
-        f"W[{at}] is {float(ours[tuple(place)])!r} in the reference and "
-        f"{float(region[tuple(place)])!r} in the region ({count} of {other.numel()} differ)"
-    )
 
 
 def _codes(
