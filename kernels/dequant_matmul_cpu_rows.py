@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 
 from qinductor.contracts import DequantMatmul, short
+from qinductor.errors import Refused
 from qinductor.kernels.dequant_matmul import DEQUANT_MATMUL, Operands
 
 aten = torch.ops.aten
@@ -75,8 +76,8 @@ class Int4RowKernel:
 
     def why_not(self, contract: DequantMatmul) -> str | None:
         w = contract.weight
-        if w.bits != 4:
-            return f"codes are {w.codes}; it takes int4 and uint4"
+        if w.codes != "int4":
+            return f"codes are {w.codes}; it takes int4 (with a zero it is less accurate)"
         if w.arithmetic not in ("q", "q*s"):
             return f"W is {w.arithmetic}; it takes q*s (its own zero is rounded to bf16)"
         if not _group(contract):
@@ -101,16 +102,15 @@ class Int4RowKernel:
         codes = source.weight.codes.int()
         scale = _row_scale(contract, source)
         scale = scale.repeat_interleave(w.k // g // scale.shape[1], 1)  # [N, K / g]
-        zero = torch.zeros_like(scale) if w.codes == "int4" else scale * 8
         if source.bias is not None:
             extra = torch.zeros(w.n, g, dtype=codes.dtype, device=codes.device)
             extra[:, 0] = 1
-            codes = torch.cat([codes, extra if w.codes == "int4" else extra + 8], 1)
+            codes = torch.cat([codes, extra], 1)
             scale = torch.cat([scale, source.bias[:, None]], 1)
-            zero = torch.cat([zero, torch.zeros_like(zero[:, :1])], 1)
-        codes = codes + 8 if w.codes == "int4" else codes
-        packed = aten._convert_weight_to_int4pack_for_cpu(codes.contiguous(), 1)
-        scales = torch.stack([scale.t(), zero.t()], -1).contiguous()
+        if not scale.isfinite().all():  # what is added to K would be 0 * inf
+            raise Refused("scales and bias must be finite; one is not")
+        packed = aten._convert_weight_to_int4pack_for_cpu((codes + 8).contiguous(), 1)
+        scales = torch.stack([scale.t(), torch.zeros_like(scale.t())], -1).contiguous()
         return {"int4pack": packed, "int4pack_scales": scales}
 
     def run(

@@ -24,8 +24,8 @@ class Int4TensorCoreKernel:
 
     def why_not(self, contract: DequantMatmul) -> str | None:
         w = contract.weight
-        if w.bits != 4:
-            return f"codes are {w.codes}; it takes int4 and uint4"
+        if w.codes != "int4":
+            return f"codes are {w.codes}; it takes int4"
         if w.arithmetic not in ("q", "q*s"):
             return f"W is {w.arithmetic}; it takes q*s (its own zero is rounded to bf16)"
         if {contract.x, w.scale, w.dtype} != {torch.bfloat16}:
@@ -60,13 +60,14 @@ class Int4TensorCoreKernel:
         w, g = contract.weight, _group(contract)
         codes, scale = source.weight.codes, source.weight.scale
         assert scale is not None
-        codes = (codes + 8 if w.codes == "int4" else codes).to(torch.uint8)
+        codes = (codes + 8).to(torch.uint8)
         pairs = codes[:, ::2] << 4 | codes[:, 1::2]
         scale = scale.repeat_interleave(w.k // g // scale.shape[1], 1)
-        zero = torch.zeros_like(scale) if w.codes == "int4" else scale * 8
         return {
             "int4tiles": aten._convert_weight_to_int4pack(pairs.contiguous(), INNER_K_TILES),
-            "int4tiles_scales": torch.stack([scale.t(), zero.t()], -1).contiguous(),
+            "int4tiles_scales": torch.stack(
+                [scale.t(), torch.zeros_like(scale.t())], -1
+            ).contiguous(),
         }
 
     def run(

@@ -192,42 +192,57 @@ class Direct:
 
     def __init__(self, graph: torch.fx.GraphModule, patches: dict[str, bool]) -> None:
         self.run: Callable[[list[Any]], Sequence[torch.Tensor]] | None = None
-        self.sizes: list[tuple[int, int]] = []  # (tensor, axis) of each symbolic size it takes
+        # What `run` takes, in its order: (which tensor, the axis whose size it is or None).
+        self.takes: list[tuple[int, int | None]] = []
+        self.order: list[int] = []
         self.patches = patches
+        self.first: tuple[torch.Tensor, ...] = ()
         self.compiled = torch.compile(graph, backend=self._backend, dynamic=True)
 
     def __call__(self, *tensors: torch.Tensor) -> torch.Tensor:
         if self.run is None:
             with _compiling:
-                result: torch.Tensor = self._first(*tensors)
-            return result
-        return self.run([*(tensors[i].shape[axis] for i, axis in self.sizes), *tensors])[0]
+                result = self._compile(*tensors)
+            if self.run is None:
+                return result
+        inputs = [tensors[i] if axis is None else tensors[i].shape[axis] for i, axis in self.takes]
+        return self.run(inputs)[0]
 
-    def _first(self, *tensors: torch.Tensor) -> torch.Tensor:
+    def _compile(self, *tensors: torch.Tensor) -> torch.Tensor:
         """Compiles; where Dynamo is told not to, the graph runs eagerly, now and the next time."""
-        self.sizes.clear()
+        self.first = tensors
         # Every size a symbol of its own, though some be equal now; and a hit in AOTAutograd's cache
         # would not call `_keep`.
         with (
             symbolic_shapes_config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
             torch._functorch.config.patch(enable_autograd_cache=False),
         ):
-            return self.compiled(*tensors)  # type: ignore[no-any-return]
+            result: torch.Tensor = self.compiled(*tensors)
+        self.first = ()
+        return result
 
     def _backend(self, gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        # Dynamo orders tensors by their first use.
+        given = [value for value in inputs if isinstance(value, torch.Tensor)]
+        self.order = [
+            next(i for i, tensor in enumerate(self.first) if tensor is value) for value in given
+        ]
         return compile_fx(gm, inputs, inner_compile=self._keep, config_patches=self.patches)
 
     def _keep(self, gm: torch.fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
-        for size in inputs[: len(inputs) - len(tensors)]:
-            self.sizes.append(
-                next(
-                    (i, axis)
-                    for i, tensor in enumerate(tensors)
-                    for axis, other in enumerate(tensor.shape)
-                    if str(other) == str(size)
-                )
+        place = iter(self.order)
+        self.takes = [
+            (next(place), None)
+            if isinstance(value, torch.Tensor)
+            else next(
+                (i, axis)
+                for i, tensor in zip(self.order, tensors, strict=True)
+                for axis, size in enumerate(tensor.shape)
+                if str(size) == str(value)
             )
+            for value in inputs
+        ]
         self.run = compile_fx_inner(gm, inputs, **kwargs)
         return self.run
 

@@ -63,10 +63,12 @@ def _made(text: str) -> tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]:
         raise QinductorError(f"{path} has no function {name!r}; it has: {names or 'none'}")
     made = factory()
     parts = made if isinstance(made, tuple) else (made,)
-    shape = [callable(part) for part in parts[:1]] + [
-        isinstance(part, kind) for part, kind in zip(parts[1:], ((tuple, list), dict), strict=False)
-    ]
-    if len(parts) != 3 or not all(shape):
+    if (
+        len(parts) != 3
+        or not callable(parts[0])
+        or not isinstance(parts[1], (tuple, list))
+        or not isinstance(parts[2], dict)
+    ):
         got = ", ".join(type(part).__name__ for part in parts)
         raise QinductorError(f"{name}() must return (module, args, kwargs); it returned ({got})")
     return made[0], tuple(made[1]), dict(made[2])

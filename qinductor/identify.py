@@ -34,7 +34,7 @@ class Parameter:
     dtype     narrowest dtype that the region converts it to
     shape     of the whole tensor
     bn, bk    block of W that shares an entry
-    axis, step, base   the entry of block (i, j) is at base[:, j], moved i * step along `axis`
+    step, base  the entry of block (i, j), counted in row-major order, is base[j] + i * step
     sign      -1 where the region adds what the format subtracts
     """
 
@@ -43,17 +43,14 @@ class Parameter:
     shape: tuple[int, ...]
     bn: int
     bk: int
-    axis: int
     step: int
     base: torch.Tensor
     sign: int = 1
 
     def gather(self, value: torch.Tensor, n: int) -> torch.Tensor:
         """The grid [ceil(n / bn), ceil(k / bk)] of entries, in `dtype`."""
-        at = self.base[:, None, :].repeat(1, -(-n // self.bn), 1)
-        at[self.axis] += torch.arange(at.shape[1])[:, None] * self.step
-        value = value if value.dim() else value[None]
-        entries = value[tuple(at.to(value.device))].to(self.dtype)
+        at = self.base + torch.arange(-(-n // self.bn))[:, None] * self.step
+        entries = value.reshape(-1)[at.to(value.device)].to(self.dtype)
         return entries * self.sign if self.sign != 1 else entries
 
 
@@ -257,52 +254,48 @@ def _located(
         index += read.long() << 4 * place
     if (index >= held.numel()).any():
         raise Refused(f"the entries of {describe(node)} cannot be told apart in W")
-    at = torch.stack(torch.unravel_index(index, held.shape)) if held.dim() else index[None]
-    demand = probe.function.demand.get(node)
-    bn, bk, axis, step = _blocks(at, describe(node), probe.rows, reduced.region.shape, demand)
     shape = tuple(int(size) for size in node.meta["val"].shape)
+    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    at = torch.zeros_like(index)
+    for axis, stride in enumerate(strides):  # from the taken part to the whole tensor
+        inner = math.prod(held.shape[axis + 1 :])
+        at += index // inner % held.shape[axis] * stride
+    demand = probe.function.demand.get(node)
+    bn, bk, step = _blocks(at, describe(node), probe.rows, reduced.region.shape, demand)
     dtypes = [d for d in reduced.chains[node] if d.is_floating_point] or [held.dtype]
     narrowest = held.dtype if held.dtype in INTEGER else min(dtypes, key=lambda d: d.itemsize)
-    base = at[:, 0, ::bk]
     where = reduced.region.nodes.index(node)
-    return Parameter(where, narrowest, shape, bn, bk, axis, step, base)
+    return Parameter(where, narrowest, shape, bn, bk, step, at[0, ::bk])
 
 
 def _blocks(
     at: torch.Tensor, name: str, rows: int, shape: tuple[int, int], demand: Demand
-) -> tuple[int, int, int, int]:
-    """(bn, bk, axis, step) of the entry coordinates at[axis, n, k]."""
+) -> tuple[int, int, int]:
+    """(bn, bk, step) of the entries at[n, k]."""
     n, k = shape
-    along_k = (at[:, 0] != at[:, 0, :1]).any(0).nonzero()
+    along_k = (at[0] != at[0, 0]).nonzero()
     bk = int(along_k[0]) if len(along_k) else k
-    other = (at != at[:, :, torch.arange(k) // bk * bk]).any(0).any(0).nonzero()
+    other = (at != at[:, torch.arange(k) // bk * bk]).any(0).nonzero()
     if len(other):
         raise Refused(
             f"the entries of {name} must change along K in equal blocks; the first has {bk} "
             f"elements, yet another entry begins at k = {int(other[0])} (act-order?)"
         )
-    along_n = (at[:, :, 0] != at[:, :1, 0]).any(0).nonzero()
-    if not len(along_n):
-        if rows < n and demand is not None:
-            raise MoreRows(f"{name} has one entry for the first {rows} rows")
-        axis, bn, step = 0, n, 0
-    else:
-        bn = int(along_n[0])
-        moved = at[:, bn, 0] - at[:, 0, 0]
-        axis = int(moved.nonzero()[0])
-        step = int(moved[axis])
-    expected = at[:, :1].repeat(1, rows, 1)
-    expected[axis] += (torch.arange(rows) // bn * step)[:, None]
-    other = (at != expected).any(0).nonzero()
+    along_n = (at[:, 0] != at[0, 0]).nonzero()
+    if not len(along_n) and rows < n and demand is not None:
+        raise MoreRows(f"{name} has one entry for the first {rows} rows")
+    bn = int(along_n[0]) if len(along_n) else n
+    step = int(at[bn, 0] - at[0, 0]) if len(along_n) else 0
+    other = (at != at[0] + (torch.arange(rows) // bn * step)[:, None]).nonzero()
     if len(other):
-        place = other[0].tolist()
+        row, column = other[0].tolist()
         raise Refused(
             f"the entries of {name} must change along N in equal blocks; with blocks of {bn}, "
-            f"row {place[0]} at k = {place[1]} has another entry"
+            f"row {row} at k = {column} has another entry"
         )
     if bn == 1 and bk == 1 and n > 1 and k > 1:
         raise Refused(f"{name} has one entry for each element, so it is no scale of a block")
-    return bn, bk, axis, step
+    return bn, bk, step
 
 
 def _may_hold_codes(node: Node, region: Region) -> bool:

@@ -33,7 +33,7 @@ class Provider(Protocol):
         """None, or one sentence with what the contract has and what this provider takes."""
 
     def limit(self, contract: Any) -> int:
-        """Largest M up to which measurement prefers this provider over the later ones."""
+        """Largest M up to which measurement prefers this provider over those that go further."""
 
     def operands(self, contract: Any) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Name, shape and dtype of each packed tensor that `run` takes, all contiguous, in order.
@@ -53,7 +53,7 @@ class Op:
 
     reference    plain torch, the specification
     cost         contract -> {"bytes", "flops"} as sympy expressions in M
-    providers    in order of preference
+    providers    by name
     """
 
     name: str
@@ -71,22 +71,23 @@ class Op:
     def plan(self, contract: Any, target: str, m: int | None) -> "Plan":
         """The providers for every M, or for this one. Refused with every provider's reason."""
         reasons: list[str] = []
-        steps: list[tuple[int, str]] = []
-        reached = -1
-        # The reference comes last, whichever file registered it first.
-        for provider in sorted(self.providers.values(), key=lambda provider: provider.reference):
+        able: list[tuple[int, bool, str]] = []
+        for name, provider in self.providers.items():
             if not provider.runs_on(target):
                 continue
             reason = provider.why_not(contract)
-            if reason is not None:
-                reasons.append(f"{provider.name}: {reason}")
-                continue
             limit = provider.limit(contract)
-            if m is not None and m > limit:
-                reasons.append(f"{provider.name}: M is {m}; it takes up to {limit}")
-            elif limit > reached and (m is None or m > reached):
-                steps.append((limit, provider.name))
-            reached = max(reached, limit)
+            if reason is None and m is not None and m > limit:
+                reason = f"M is {m}; it takes up to {limit}"
+            if reason is None:
+                able.append((limit, provider.reference, name))
+            else:
+                reasons.append(f"{name}: {reason}")
+        # By the M up to which each is best, whichever file registered first; the reference last.
+        steps: list[tuple[int, str]] = []
+        for limit, _, name in sorted(able):
+            if not steps or (m is None and limit > steps[-1][0]):
+                steps.append((limit, name))
         if all(self.providers[name].reference for _, name in steps):
             raise Refused(
                 f"no provider for {target} is faster than Inductor's own code: "

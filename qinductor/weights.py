@@ -86,11 +86,13 @@ class Resolver:
             last = self.last
             if last is not None and not look and _unchanged(last[0], arguments):
                 return last[1]
-            found = self._resolved(arguments, look)
-            self.last = [row for slot in self.slots for row in _rows(slot)], found
+            self.last = rows, found = self._resolved(arguments, look)
             return found
 
-    def _resolved(self, arguments: Sequence[Any], look: bool) -> list[torch.Tensor]:
+    def _resolved(
+        self, arguments: Sequence[Any], look: bool
+    ) -> tuple[list[Row], list[torch.Tensor]]:
+        rows: list[Row] = []
         found: list[torch.Tensor] = []
         for slot in self.slots:
             entry = slot.entry
@@ -98,12 +100,15 @@ class Resolver:
                 entry = self._packed(slot, arguments)
             elif look and entry.prints != _prints(slot, arguments):
                 with _lock:
-                    _store.pop(_key(slot, arguments), None)
+                    _retire(_store.pop(_key(slot, arguments), None))
+                    _retire(entry)
                 entry = self._packed(slot, arguments)
             if entry.refused is not None:
                 raise Refused(f"{slot.where}: {entry.refused}")
+            # Of this entry, not of `slot.entry`, which another thread may have changed by now.
+            rows.extend(_rows(slot, entry))
             found.extend([entry.tensors[name] for name in slot.names])
-        return found
+        return rows, found
 
     def _packed(self, slot: Slot, arguments: Sequence[Any]) -> Entry:
         with _lock, unset_fake_temporarily(), torch.no_grad():
@@ -144,14 +149,19 @@ def _tried(
         return {}, f"an error of qinductor's own: {type(error).__name__}: {error}"
 
 
-def _rows(slot: Slot) -> list[Row]:
-    assert slot.entry is not None
+def _rows(slot: Slot, entry: Entry) -> list[Row]:
     return [
         (leaf.index, leaf.attributes, reference, *stamp)
-        for leaf, reference, stamp in zip(
-            slot.leaves, slot.entry.references, slot.entry.stamps, strict=True
-        )
+        for leaf, reference, stamp in zip(slot.leaves, entry.references, entry.stamps, strict=True)
     ]
+
+
+def _retire(entry: Entry | None) -> None:
+    """No slot of any graph takes an entry that the store has lost for current."""
+    if entry is not None:
+        entry.stamps = tuple((None, None, -1) for _ in entry.stamps)
+    for resolver in list(_resolvers):
+        resolver.last = None
 
 
 def _unchanged(rows: list[Row], arguments: Sequence[Any]) -> bool:
@@ -183,7 +193,7 @@ def _remember(
     key = _key(slot, arguments)
     old = _store.get(key)
     if old is not None and refused is None and _current(slot, old, arguments):
-        tensors = {**old.tensors, **tensors}  # another plan of the same weight
+        tensors = {**tensors, **old.tensors}  # another plan of the same weight
 
     def gone(_: Any) -> None:
         dead = _store.pop(key, None)
@@ -201,6 +211,7 @@ def _remember(
         refused,
     )
     _store[key] = entry
+    _retire(old)
     return entry
 
 
@@ -248,10 +259,8 @@ def refresh(model: torch.nn.Module | None = None) -> int:
         for key, entry in list(_store.items()):
             if pointers is None or any(stamp[2] in pointers for stamp in entry.stamps):
                 del _store[key]
-                entry.stamps = tuple((None, None, -1) for _ in entry.stamps)
+                _retire(entry)
                 dropped += 1
-        for resolver in list(_resolvers):
-            resolver.last = None
     return dropped
 
 

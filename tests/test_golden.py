@@ -827,9 +827,9 @@ def outcome(report: qinductor.Report) -> str:
     [
         ("int4_low_first", 64, "int4pack_mm_cuda: M is 64; it takes up to 16"),
         ("int4_signed_shifts", 8, "int4pack_mm_cuda: a bias would be added after a rounding"),
-        ("int4_zero", 8, "int4pack_mm_cuda: W is (q-z)*s; it takes q*s"),
-        ("int4_channel_fp32", 8, "int4pack_mm_cuda: x is fp32, the scale fp32; it takes bf16"),
-        ("int8_channel", 8, "int4pack_mm_cuda: codes are int8; it takes int4 and uint4"),
+        ("int4_zero", 8, "int4pack_mm_cuda: codes are uint4; it takes int4"),
+        ("int4_channel_fp32", 8, "int4pack_mm_cuda: x is fp32"),
+        ("int8_channel", 8, "int4pack_mm_cuda: codes are int8; it takes int4"),
         ("e4m3_sliced_blocks", 8, "int4pack_mm_cuda: codes are float8_e4m3fn; it takes int4"),
     ],
 )

@@ -1,6 +1,7 @@
 """Identification and proof of regions alone, on small real tensors; the row rules they run on."""
 
 import collections
+import math
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -372,7 +373,13 @@ def test_structures(name):
     assert f"{form.codes} {form.granularity} {form.arithmetic} {dtypes}" == words
     for parameter, want in ((structure.scale, scale), (structure.zero, zero)):
         if want is not None:
-            assert (parameter.axis, parameter.step, parameter.base.tolist()) == want
+            axis, step, base = want
+            strides = [math.prod(parameter.shape[i + 1 :]) for i in range(len(parameter.shape))]
+            assert parameter.step == step * strides[axis]
+            assert parameter.base.tolist() == [
+                sum(a * b for a, b in zip(at, strides, strict=True))
+                for at in zip(*base, strict=True)
+            ]
     assert (structure.zero is None) == (zero is None)
     assert (structure.scale is None) == (form.scale is None)
 

@@ -366,7 +366,7 @@ def test_a_format_s_loop_serves_every_shape_of_it():
 
 # (provider, contract, what the sentence says the contract has, what it says the provider takes)
 WHY_NOT = (
-    ("aten.int4pack_mm", INT8, "codes are int8", "int4 and uint4"),
+    ("aten.int4pack_mm", INT8, "codes are int8", "it takes int4"),
     (
         "aten.int4pack_mm",
         weight_of(INT4, arithmetic="(q-z)*s", zero=torch.int8),
@@ -398,7 +398,7 @@ WHY_NOT = (
         "takes one",
     ),
     ("aten.int8pack_mm", weight_of(INT8, bn=16), "blocks have 16 rows", "1 or all"),
-    ("aten.int4pack_mm_cuda", INT8, "codes are int8", "int4 and uint4"),
+    ("aten.int4pack_mm_cuda", INT8, "codes are int8", "it takes int4"),
     (
         "aten.int4pack_mm_cuda",
         weight_of(INT4, arithmetic="q*s+z", zero=BF16),
