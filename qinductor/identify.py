@@ -281,6 +281,12 @@ def _blocks(
             f"the entries of {name} must change along K in equal blocks; the first has {bk} "
             f"elements, yet another entry begins at k = {int(other[0])} (act-order?)"
         )
+    distinct = len(at[0].unique())
+    if bk == 1 and distinct < k:
+        raise Refused(
+            f"the entries of {name} must change along K in equal blocks; {distinct} of them are "
+            f"spread over {k} columns (act-order?)"
+        )
     along_n = (at[:, 0] != at[0, 0]).nonzero()
     if not len(along_n) and rows < n and demand is not None:
         raise MoreRows(f"{name} has one entry for the first {rows} rows")

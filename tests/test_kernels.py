@@ -495,8 +495,10 @@ def toys(*providers: Toy) -> Op:
     return toy
 
 
-def test_a_plan_is_ordered_by_preference_and_limit():
-    toy = toys(Toy("few", 4), Toy("fewer", 3), Toy("no", 9, "has no"), Toy("many", 64))
+def test_a_plan_is_ordered_by_limit_whatever_registered_first():
+    toys_of = [Toy("many", 64), Toy("few", 4), Toy("no", 9, "has no")]
+    assert toys(*toys_of).plan(INT4, "cpu", None) == toys(*toys_of[::-1]).plan(INT4, "cpu", None)
+    toy = toys(*toys_of)
     plan = toy.plan(INT4, "cpu", None)
     assert plan.steps == ((4, "few"), (64, "many"), (INFINITE, "reference"))
     assert plan.summary == "few (M <= 4), many (M <= 64), reference (M > 64)"
