@@ -122,10 +122,9 @@ class Appending:
     and skips our pass on a hit, though with other weights the same graph may well be lowered.
     """
 
-    _boxed_call = True
-
     def __init__(self, compiled: Runner, packed: int) -> None:
         self.compiled, self.packed = compiled, packed
+        self._boxed_call = True  # of the instance: `torch._dynamo.disable` copies only its dict
 
     def __call__(self, inputs: list[Any]) -> Any:
         if self.packed:

@@ -141,7 +141,8 @@ def _structure(reduced: Reduced, probe: Prober) -> Structure:
             else ("(q-z)*s", "q*s-z*s") if scale else ("q-z",)
         )  # fmt: skip
     region = reduced.region
-    computing = [n.meta["val"].dtype for n in descendants(region.nodes, {reduced.code})]
+    dependent = descendants(region.nodes, {reduced.code})
+    computing = [n.meta["val"].dtype for n in region.nodes if n in dependent]
     return Structure(
         code=region.nodes.index(reduced.code),
         bits=probe.bits,

@@ -24,7 +24,7 @@ class Reduced:
         dependent = descendants(region.nodes, {code})
         self.region, self.code = region, code
         self.chains: dict[Node, set[torch.dtype]] = {}
-        for node in dependent:
+        for node in (n for n in region.nodes if n in dependent):
             for source in node.all_input_nodes:
                 if node is not code and source not in dependent:
                     narrowest, dtypes = _narrowest(source)
