@@ -117,7 +117,7 @@ class Reference:
     def why_not(self, contract: DequantMatmul) -> str | None:
         return None
 
-    def limit(self, contract: DequantMatmul) -> int:
+    def limit(self, contract: DequantMatmul, dense: bool = False) -> int:
         return INFINITE
 
     def operands(self, contract: DequantMatmul) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

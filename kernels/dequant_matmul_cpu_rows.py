@@ -22,7 +22,12 @@ ROW_KERNEL_M = {
 }
 
 
-def _limit(kind: str, contract: DequantMatmul) -> int:
+DENSE_M = 4  # the same against a dense weight: 0.022 ms against 0.038 at 384x384, M = 4
+
+
+def _limit(kind: str, contract: DequantMatmul, dense: bool) -> int:
+    if dense:
+        return DENSE_M
     elements = contract.weight.n * contract.weight.k
     return next(m for size, m in ROW_KERNEL_M[kind] if elements <= size)
 
@@ -86,8 +91,8 @@ class Int4RowKernel:
             return f"N is {w.n}; it takes multiples of 16"
         return _why_no_scale(contract)
 
-    def limit(self, contract: DequantMatmul) -> int:
-        return _limit("int4", contract)
+    def limit(self, contract: DequantMatmul, dense: bool = False) -> int:
+        return _limit("int4", contract, dense)
 
     def operands(self, contract: DequantMatmul) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         n, g = contract.weight.n, _group(contract)
@@ -156,8 +161,8 @@ class Int8RowKernel:
             return "a bias would be added after a rounding (1.7 times eager's error; 1.5 allowed)"
         return _why_no_scale(contract)
 
-    def limit(self, contract: DequantMatmul) -> int:
-        return _limit("int8", contract)
+    def limit(self, contract: DequantMatmul, dense: bool = False) -> int:
+        return _limit("int8", contract, dense)
 
     def operands(self, contract: DequantMatmul) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         w = contract.weight

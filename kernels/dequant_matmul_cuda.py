@@ -45,7 +45,7 @@ class Int4TensorCoreKernel:
             return f"W is {w.n}x{w.k}; it takes multiples of 8 and {16 * INNER_K_TILES}"
         return None
 
-    def limit(self, contract: DequantMatmul) -> int:
+    def limit(self, contract: DequantMatmul, dense: bool = False) -> int:
         return 16
 
     def operands(self, contract: DequantMatmul) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

@@ -22,7 +22,7 @@ from qinductor.contracts import DequantMatmul, QuantizedWeight, short
 from qinductor.errors import Refused
 from qinductor.identify import Structure, identify
 from qinductor.kernels.dequant_matmul import DEQUANT_MATMUL, Operands
-from qinductor.pattern import Lowering
+from qinductor.pattern import Lowering, Planner
 from qinductor.prove import read
 from qinductor.regions import (
     CASTS,
@@ -105,7 +105,7 @@ class DequantMatmulPattern:
                     if not varying and not computed and _is_quantized(value, scope):
                         yield value
 
-    def lower(self, node: Node, scope: Scope, target: str) -> Lowering:
+    def lower(self, node: Node, scope: Scope, planner: Planner) -> Lowering:
         """The lowering of one product, or Refused."""
         parts, x, scaled = _parts(node, scope)
         leaves = tuple(leaf for region in parts.regions for leaf in region.leaves)
@@ -120,7 +120,7 @@ class DequantMatmulPattern:
             bias=bias is not None,
         )
         m = x.meta["val"].shape[0]
-        plan = DEQUANT_MATMUL.plan(contract, target, m if isinstance(m, int) else None)
+        plan = planner(DEQUANT_MATMUL, contract, m if isinstance(m, int) else None)
 
         def pack(tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
             found = parts.operands(structure, tensors)

@@ -231,7 +231,11 @@ class Matching:
         target = self.options.target or _target(node.meta["val"].device)
         self.report.target = target
         with unset_fake_temporarily(), torch.no_grad():  # regions run on real tensors
-            lowering = pattern.lower(node, scope, target)
+            lowering = pattern.lower(
+                node,
+                scope,
+                lambda op, contract, m: op.plan(contract, target, m, self.options.dense),
+            )
         site.contract = lowering.contract.summary
         site.evaluations = lowering.evaluations
         site.cost = dict(costs(lowering.op, lowering.contract))

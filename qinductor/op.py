@@ -18,7 +18,8 @@ class Provider(Protocol):
     """One way to run an operator. Adding one means writing this in one file of `kernels/`.
 
     name       unique within its operator
-    dense      whether its packed tensors hold the weight in its dense form (the report says so)
+    dense      whether its packed tensors hold the weight in its dense form: then it is chosen only
+               where the user allows that, and the report says so
     reference  whether it is the specification itself: then it never justifies a rewrite
     """
 
@@ -32,8 +33,9 @@ class Provider(Protocol):
     def why_not(self, contract: Any) -> str | None:
         """None, or one sentence with what the contract has and what this provider takes."""
 
-    def limit(self, contract: Any) -> int:
-        """Largest M up to which measurement prefers this provider over those that go further."""
+    def limit(self, contract: Any, dense: bool = False) -> int:
+        """Largest M up to which measurement prefers this provider over those that go further;
+        `dense`: where a dense weight is allowed."""
 
     def operands(self, contract: Any) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Name, shape and dtype of each packed tensor that `run` takes, all contiguous, in order.
@@ -68,24 +70,24 @@ class Op:
             raise ValueError(f"{self.name} has a provider {provider.name!r} already")
         self.providers[provider.name] = provider
 
-    def plan(self, contract: Any, target: str, m: int | None) -> "Plan":
+    def plan(self, contract: Any, target: str, m: int | None, dense: bool = False) -> "Plan":
         """The providers for every M, or for this one. Refused with every provider's reason."""
         reasons: list[str] = []
-        able: list[tuple[int, bool, str]] = []
+        able: list[tuple[int, bool, bool, str]] = []
         for name, provider in self.providers.items():
-            if not provider.runs_on(target):
+            if not provider.runs_on(target) or (provider.dense and not dense):
                 continue
             reason = provider.why_not(contract)
-            limit = provider.limit(contract)
+            limit = provider.limit(contract, dense)
             if reason is None and m is not None and m > limit:
                 reason = f"M is {m}; it takes up to {limit}"
             if reason is None:
-                able.append((limit, provider.reference, name))
+                able.append((limit, provider.reference, not provider.dense, name))
             else:
                 reasons.append(f"{name}: {reason}")
         # By the M up to which each is best, whichever file registered first; the reference last.
         steps: list[tuple[int, str]] = []
-        for limit, _, name in sorted(able):
+        for limit, _, _, name in sorted(able):
             if not steps or (m is None and limit > steps[-1][0]):
                 steps.append((limit, name))
         if all(self.providers[name].reference for _, name in steps):

@@ -25,6 +25,8 @@ class Options:
     patterns   {pattern name: "on" | "off" | "require"}; a name left out takes its default
     mode       one of torch.compile's modes (torch refuses `mode=` together with `options=`)
     target     "cpu", "sm_80", "sm_90" or "sm_100": whose kernels; None: the graph's device
+    dense      whether a provider may keep a weight in its dense form where that is fastest: faster
+               on a CPU, and no memory saved (the report says how many bytes)
     inductor   options passed on to Inductor
     Errors: OptionError for an unknown name (with the nearest known one) or value.
     """
@@ -32,6 +34,7 @@ class Options:
     patterns: tuple[tuple[str, str], ...] = ()
     mode: str | None = None
     target: str | None = None
+    dense: bool = False
     inductor: tuple[tuple[str, Any], ...] = ()
 
     def __init__(
@@ -39,6 +42,7 @@ class Options:
         patterns: Mapping[str, str] | tuple[tuple[str, str], ...] = (),
         mode: str | None = None,
         target: str | None = None,
+        dense: bool = False,
         inductor: Mapping[str, Any] | tuple[tuple[str, Any], ...] = (),
     ) -> None:
         patterns, inductor = _mapping("patterns", patterns), _mapping("inductor", inductor)
@@ -51,7 +55,10 @@ class Options:
         _check("target", target, TARGETS)
         object.__setattr__(self, "patterns", tuple(sorted(patterns.items())))
         object.__setattr__(self, "mode", mode)
+        if not isinstance(dense, bool):
+            raise OptionError(f"option dense is {dense!r}; wanted True or False")
         object.__setattr__(self, "target", target)
+        object.__setattr__(self, "dense", dense)
         object.__setattr__(self, "inductor", tuple(sorted(inductor.items())))
 
     @classmethod

@@ -12,6 +12,10 @@ from qinductor.op import Op, Plan
 from qinductor.regions import Leaf, Scope
 
 
+# (operator, contract, M or None where it is symbolic) -> the providers to run it, or Refused.
+Planner = Callable[[Op, Any, int | None], Plan]
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Lowering:
     """A proved site, ready to be rewritten.
@@ -52,7 +56,7 @@ class Pattern(Protocol):
     def candidates(self, graph: Graph, scope: Scope) -> Iterable[Node]:
         """Anchors that a user would expect this family to lower."""
 
-    def lower(self, node: Node, scope: Scope, target: str) -> Lowering:
+    def lower(self, node: Node, scope: Scope, planner: Planner) -> Lowering:
         """The lowering of a candidate, or Refused with the first check that failed."""
 
 

@@ -480,7 +480,7 @@ class Toy:
     def why_not(self, contract: Any) -> str | None:
         return self.reason
 
-    def limit(self, contract: Any) -> int:
+    def limit(self, contract: Any, dense: bool = False) -> int:
         return self.largest
 
     def operands(self, contract: Any) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
