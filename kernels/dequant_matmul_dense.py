@@ -24,9 +24,11 @@ class DenseWeight(Reference):
 
     def operands(self, contract: DequantMatmul) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         w = contract.weight
-        kept = super().operands(contract)
-        vectors = {name: kept[name] for name in ("output_scale", "bias") if name in kept}
-        return {"dense": ((w.n, w.k), w.dtype), **vectors}
+        found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"dense": ((w.n, w.k), w.dtype)}
+        for name in ("output_scale", "bias"):
+            if name in (kept := super().operands(contract)):
+                found[name] = kept[name]
+        return found
 
     def pack(self, contract: DequantMatmul, source: Operands) -> dict[str, torch.Tensor]:
         w = source.weight

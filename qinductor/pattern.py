@@ -11,7 +11,6 @@ from torch.fx import Graph, Node
 from qinductor.op import Op, Plan
 from qinductor.regions import Leaf, Scope
 
-
 # (operator, contract, M or None where it is symbolic) -> the providers to run it, or Refused.
 Planner = Callable[[Op, Any, int | None], Plan]
 

@@ -520,3 +520,16 @@ def test_both_compiles_of_a_weight_share_its_packed_tensors(calls):
     shared.append(calls.tensors())
     assert len(qinductor.reports()) > 1
     assert all(a is b for each in shared for a, b in zip(each, shared[0], strict=True))
+
+
+def test_a_dense_weight_only_where_it_is_allowed():
+    model = Linear(1)
+    for dense in (False, True):
+        run = torch.compile(model, backend="qinductor", options={"dense": dense})
+        torch.testing.assert_close(run(X), model(X))
+        report = qinductor.last_report()
+        assert [site.provider for site in report.sites] == [
+            "onednn.dense" if dense else "onednn.dequant_strips"
+        ]
+        assert report.dense_bytes == (report.packed_bytes if dense else 0)
+        torch._dynamo.reset()
