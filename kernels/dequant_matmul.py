@@ -17,8 +17,50 @@ from collections.abc import Sequence
 import sympy
 import torch
 
-from qinductor.contracts import DequantMatmul, QuantizedWeight, WeightFormat, dequantize, parse
+from qinductor.contracts import (
+    Hashed,
+    QuantizedWeight,
+    WeightFormat,
+    dequantize,
+    parse,
+    render,
+    short,
+)
 from qinductor.op import INFINITE, LIBRARY, M, Op, Plan, Provider, op
+
+
+@dataclasses.dataclass(frozen=True)
+class DequantMatmul(Hashed):
+    """out[m, n] = x[m, :] . W[n, :] (* output_scale[n]) (+ bias[n]), W as `weight` says.
+
+    x, out        dtypes of the activation and of the result
+    output_scale  dtype of a scale that the graph applies to the product, or None
+    bias          whether the product itself adds a bias of shape [n]
+    """
+
+    weight: WeightFormat
+    x: torch.dtype
+    out: torch.dtype
+    output_scale: torch.dtype | None
+    bias: bool
+
+    __hash__ = Hashed.__hash__
+
+    def __str__(self) -> str:
+        return render(self)
+
+    @property
+    def summary(self) -> str:
+        """The contract as the report prints it, in the field's terms."""
+        w = self.weight
+        scale = w.scale or self.output_scale
+        place = "" if self.output_scale is None else " after the product"
+        what = w.granularity if self.output_scale is None else "channel"
+        zero = "" if w.zero is None else f" zero {short(w.zero)}"
+        scaled = f" {what} scale {short(scale)}{place}" if scale is not None else " no scale"
+        return f"{short(self.x)} x {w.codes}[{w.n},{w.k}]{scaled}{zero} {w.arithmetic}" + (
+            " +bias" if self.bias else ""
+        )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -166,7 +208,7 @@ DEQUANT_MATMUL.register(Reference())
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One named case for tests and benchmarks: M, contract, seed of its random weight."""
+    """One named case for tests and benchmarks: M and contract."""
 
     name: str
     m: int

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 import torch
 
-from qinductor.contracts import DequantMatmul, short
+from qinductor.contracts import short
 from qinductor.errors import Refused
-from qinductor.kernels.dequant_matmul import DEQUANT_MATMUL, Operands
+from qinductor.kernels.dequant_matmul import DEQUANT_MATMUL, DequantMatmul, Operands
 
 aten = torch.ops.aten
 _int4pack_mm = aten._weight_int4pack_mm_for_cpu.default

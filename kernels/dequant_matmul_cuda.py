@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
-from qinductor.contracts import DequantMatmul, short
-from qinductor.kernels.dequant_matmul import DEQUANT_MATMUL, Operands
+from qinductor.contracts import short
+from qinductor.kernels.dequant_matmul import DEQUANT_MATMUL, DequantMatmul, Operands
 
 aten = torch.ops.aten
 GROUPS = (256, 128, 64, 32)  # the group sizes of the kernel
@@ -20,7 +20,7 @@ class Int4TensorCoreKernel:
     reference = False
 
     def runs_on(self, target: str) -> bool:
-        return target.startswith("sm_")
+        return target.startswith("sm_") and int(target[3:]) >= 80  # tensor cores with bf16
 
     def why_not(self, contract: DequantMatmul) -> str | None:
         w = contract.weight

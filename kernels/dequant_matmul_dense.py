@@ -4,8 +4,13 @@ from collections.abc import Sequence
 
 import torch
 
-from qinductor.contracts import DequantMatmul, dequantize
-from qinductor.kernels.dequant_matmul import DEQUANT_MATMUL, Operands, Reference
+from qinductor.contracts import dequantize
+from qinductor.kernels.dequant_matmul import (
+    DEQUANT_MATMUL,
+    DequantMatmul,
+    Operands,
+    Reference,
+)
 from qinductor.kernels.dequant_matmul_onednn import linear
 
 
@@ -43,7 +48,8 @@ class DenseWeight(Reference):
         self, contract: DequantMatmul, x: torch.Tensor, packed: Sequence[torch.Tensor]
     ) -> torch.Tensor:
         if contract.output_scale is not None:
-            return linear(x, packed[0], None).mul_(packed[1])
+            out = linear(x, packed[0], None).mul_(packed[1])
+            return out.add_(packed[2]) if contract.bias else out
         return linear(x, packed[0], packed[1] if contract.bias else None)
 
 

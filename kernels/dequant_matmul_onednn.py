@@ -12,14 +12,13 @@ import torch.fx.experimental._config as symbolic_shapes_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
 from qinductor.contracts import (
-    DequantMatmul,
     WeightFormat,
     arithmetic,
     by_row,
     dequantize,
     difference,
 )
-from qinductor.kernels.dequant_matmul import DEQUANT_MATMUL, Reference
+from qinductor.kernels.dequant_matmul import DEQUANT_MATMUL, DequantMatmul, Reference
 
 # Elements of W that are dense at a time. 2 MB in bf16 is what an L2 cache holds, and a buffer that
 # size is reused by the allocator, where a larger one is mapped and faulted in at every call.
@@ -68,7 +67,10 @@ class DequantStrips(Reference):
         except Exception as error:
             warnings.warn(f"{self.name} runs on its reference: {error}", stacklevel=2)
             return None
-        return None if any(difference(ours, _rows(w, spans)) for spans, ours in strips) else bound
+        differ = next(filter(None, (difference(o, _rows(w, spans)) for spans, o in strips)), "")
+        if differ:
+            warnings.warn(f"{self.name} runs on its reference: {differ}", stacklevel=2)
+        return None if differ else bound
 
 
 class Bound:
@@ -124,18 +126,18 @@ class Bound:
 
 
 @functools.cache
-def _has_bf16() -> bool:
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+def _bf16_linear() -> Any:
+    """oneDNN's linear with a fused bias, where this machine has it in bf16; else None."""
+    if torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return torch.ops.mkldnn._linear_pointwise.default
+    return None
 
 
 def linear(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """x[M, K] . w[N, K]^T + bias[N], rounded once; oneDNN adds the bias in its own loop."""
-    if x.dtype is torch.bfloat16 and _has_bf16():
-        return _linear(x, w, bias, "none", [], "")  # type: ignore[no-any-return]
+    if x.dtype is torch.bfloat16 and (fused := _bf16_linear()) is not None:
+        return fused(x, w, bias, "none", [], "")  # type: ignore[no-any-return]
     return torch.nn.functional.linear(x, w, bias)
-
-
-_linear = torch.ops.mkldnn._linear_pointwise.default
 
 
 def _rows(tensor: torch.Tensor, spans: Sequence[slice]) -> torch.Tensor:
@@ -217,8 +219,10 @@ class Direct:
             symbolic_shapes_config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
             torch._functorch.config.patch(enable_autograd_cache=False),
         ):
-            result: torch.Tensor = self.compiled(*tensors)
-        self.first = ()
+            try:
+                result: torch.Tensor = self.compiled(*tensors)
+            finally:
+                self.first = ()
         return result
 
     def _backend(self, gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:

@@ -18,10 +18,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch.fx import Graph, Node
 
-from qinductor.contracts import DequantMatmul, QuantizedWeight, short
+from qinductor.contracts import QuantizedWeight, short
 from qinductor.errors import Refused
 from qinductor.identify import Structure, identify
-from qinductor.kernels.dequant_matmul import DEQUANT_MATMUL, Operands
+from qinductor.kernels.dequant_matmul import DEQUANT_MATMUL, DequantMatmul, Operands
 from qinductor.pattern import Lowering, Planner
 from qinductor.prove import read
 from qinductor.regions import (
@@ -30,6 +30,7 @@ from qinductor.regions import (
     INTEGER,
     MOVES,
     PRODUCTS,
+    VIEWS,
     Region,
     Scope,
     aten,
@@ -47,7 +48,6 @@ ANCHORS = {
     aten._grouped_mm.default: (0, 1, None),
 }
 LOWERED = (aten.mm.default, aten.addmm.default)
-VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 LOOKUPS = {aten.embedding.default}
 
@@ -124,7 +124,7 @@ class DequantMatmulPattern:
 
         def pack(tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
             found = parts.operands(structure, tensors)
-            _same(found.weight, contract)
+            _check_format(found.weight, contract)
             return plan.pack(DEQUANT_MATMUL, contract, found)
 
         return Lowering(
@@ -211,9 +211,7 @@ def _parts(node: Node, scope: Scope) -> tuple[Parts, Node, tuple[tuple[Node, Nod
             f"the weight must be the right operand of {node.target}; it is the left one ({x.name})"
         )
     order, varying = behind(weight, scope)
-    if varying:
-        known = "; ".join(f"{n.name} {scope.why.get(n, f'is {n.target}')}" for n in varying[:3])
-        raise Refused(f"the weight must be made of constants; {known}")
+    _check_constant("weight", varying, scope)
     products = [n for n in order if n.target in PRODUCTS]
     if products:
         raise Refused(
@@ -234,6 +232,13 @@ def _parts(node: Node, scope: Scope) -> tuple[Parts, Node, tuple[tuple[Node, Nod
     bias = None if at_bias is None else _bias(node, at_bias, scope)
     output_scale, scaled = (None, ()) if bias is not None else _product_scale(node, scope)
     return Parts(region, bias, output_scale), x, scaled
+
+
+def _check_constant(what: str, varying: Sequence[Node], scope: Scope) -> None:
+    """Refused if anything behind the weight or bias varies; names the first three."""
+    if varying:
+        known = "; ".join(f"{n.name} {scope.why.get(n, f'is {n.target}')}" for n in varying[:3])
+        raise Refused(f"the {what} must be made of constants; {known}")
 
 
 def _check_other_users(node: Node, order: Sequence[Node], elements: int) -> None:
@@ -271,9 +276,7 @@ def _bias(node: Node, at: int, scope: Scope) -> Region:
             f"{short(bias.meta['val'].dtype)}"
         )
     order, varying = behind(bias, scope)
-    if varying:
-        known = "; ".join(f"{n.name} {scope.why.get(n, f'is {n.target}')}" for n in varying[:3])
-        raise Refused(f"the bias must be made of constants; {known}")
+    _check_constant("bias", varying, scope)
     return _vector(bias, order, scope)
 
 
@@ -307,7 +310,8 @@ def _vector(node: Node, order: list[Node], scope: Scope) -> Region:
     return extract(node, order, scope, n_axis=0)
 
 
-def _same(weight: QuantizedWeight, contract: DequantMatmul) -> None:
+def _check_format(weight: QuantizedWeight, contract: DequantMatmul) -> None:
+    """Refused if a weight seen at run time has another format than the compiled one."""
     if weight.format != contract.weight:
         raise Refused(
             f"this weight is {weight.format}, yet the graph was compiled for {contract.weight}"

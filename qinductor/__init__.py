@@ -1,4 +1,4 @@
-"""qinductor: lowers dequantised weights and quantisers in traced models to fused kernels.
+"""qinductor: lowers dequantised weights in traced models to fused kernels.
 
 model = torch.compile(model, backend="qinductor")
 print(qinductor.explain(model, x))

@@ -33,6 +33,7 @@ from qinductor.rewrite import rewrite
 from qinductor.weights import Resolver, Slot, seed
 
 Runner = Callable[[list[Any]], Any]
+NOTES = 32  # of what happened at run time that a report keeps
 STATIC = "_dynamo_static_input_type"
 
 
@@ -43,17 +44,15 @@ def qinductor(
     mode: str | None = None,
     options: Any = None,
     compiles: bool = True,
-    values: Sequence[Any] | None = None,
 ) -> Callable[..., Any]:
     """Compiles a Dynamo graph. `compiles` False matches, and returns the graph to be run eagerly.
 
-    `values` stand in for example inputs that are fake (tests of another device's lowering).
-
     Errors: OptionError for bad options; RequiredPatternError if a pattern set to `require` leaves a
-    candidate unlowered. Anything else that goes wrong in here is a row of the report.
+    candidate unlowered (through torch.compile both arrive inside its BackendCompilerFailed).
+    Anything else that goes wrong in here is a row of the report.
     """
     chosen = Options.of(options, mode)
-    matching = Matching(gm, values or example_inputs, chosen, packs=compiles)
+    matching = Matching(gm, example_inputs, chosen, packs=compiles)
     original = GraphModule(gm, copy.deepcopy(gm.graph))
     inner = matching.inner_compile if compiles else matching.skip_compile
     compiled: Any = compile_fx(
@@ -64,13 +63,20 @@ def qinductor(
         return original
     if not matching.slots:
         return compiled  # type: ignore[no-any-return]
-    return Compiled(compiled, Resolver(matching.slots), matching.report, original)
+    return Compiled(
+        compiled, Resolver(matching.slots), matching.report, original, _inductor_options(chosen)
+    )
+
+
+def _inductor_options(options: Options) -> dict[str, Any]:
+    """Inductor's options as the user gave them."""
+    of_mode = torch._inductor.list_mode_options(options.mode) if options.mode else {}
+    return {**of_mode, **dict(options.inductor)}
 
 
 def _patches(options: Options, matching: "Matching") -> dict[str, Any]:
     """Inductor's options for this compile: the user's, and our pass after the user's own."""
-    patches = dict(torch._inductor.list_mode_options(options.mode) if options.mode else {})
-    patches.update(options.inductor)
+    patches = _inductor_options(options)
     before = patches.get(
         "joint_custom_pre_pass", getattr(torch._inductor.config, "joint_custom_pre_pass", None)
     )
@@ -93,9 +99,10 @@ class Compiled:
         resolver: Resolver,
         report: Report,
         original: GraphModule,
+        stock: dict[str, Any],
     ) -> None:
         self.compiled, self.resolver, self.report = compiled, resolver, report
-        self.original = original
+        self.original, self.stock = original, stock
         self.unfused: Callable[..., Any] | None = None
 
     def __call__(self, *arguments: Any) -> Any:
@@ -108,9 +115,9 @@ class Compiled:
     def _unfused(self, reason: str) -> Callable[..., Any]:
         """The original graph on stock Inductor, which is right for every weight."""
         if self.unfused is None:
-            self.unfused = torch.compile(self.original, backend="inductor")
+            self.unfused = torch.compile(self.original, backend="inductor", options=self.stock)
         note = f"at run time, not lowered: {reason}"
-        if note not in self.report.notes:
+        if note not in self.report.notes and len(self.report.notes) < NOTES:
             self.report.notes.append(note)
         return self.unfused
 
@@ -162,8 +169,10 @@ class Passes(CustomGraphPass):
 def _sources() -> str:
     """A digest of our own source, since a changed fake would make cached code stale."""
     digest = hashlib.sha256()
-    for path in sorted(pathlib.Path(__file__).parent.glob("**/*.py")):
-        digest.update(path.read_bytes())
+    root = pathlib.Path(__file__).parent
+    for folder in (root, root / "kernels", root / "patterns"):  # `**` does not follow links
+        for path in sorted(folder.glob("*.py")):
+            digest.update(path.read_bytes())
     return digest.hexdigest()
 
 
@@ -194,8 +203,8 @@ class Matching:
         """The pass itself; also called on the bodies of higher-order operators."""
         started = time.perf_counter()
         try:
-            blocked = self._blocked(graph)
             self.ran = True
+            blocked = self._blocked(graph)
             if not self.packs:
                 owner, graph = graph.owning_module, copy.deepcopy(graph)
                 graph.owning_module = owner
@@ -303,10 +312,14 @@ class Matching:
     def _report_unpassed(self, gm: GraphModule) -> None:
         """Refuses every site where Inductor was told to run no joint passes."""
         if not self.ran:
-            self._match(
-                gm.graph,
-                f"mode {self.options.mode!r} runs no passes; wanted use_joint_graph_passes True",
-            )
+            try:
+                self._match(
+                    gm.graph,
+                    f"Inductor runs no joint passes (mode {self.options.mode!r}); wanted "
+                    "use_joint_graph_passes True",
+                )
+            except Exception as error:
+                self.report.notes.append(f"matching stopped: {type(error).__name__}: {error}")
             warnings.warn("qinductor lowers nothing: Inductor runs no joint passes", stacklevel=2)
 
     def finish(self) -> None:

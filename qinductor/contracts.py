@@ -34,7 +34,7 @@ ARITHMETIC = ("q", "q-z", "q*s", "q/s", "(q-z)*s", "(q-z)/s", "q*s-z*s", "q*s+z"
 _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class _Hashed:
+class Hashed:
     """A frozen dataclass that computes its hash once: contracts are looked up at every call."""
 
     @functools.cached_property
@@ -46,7 +46,7 @@ class _Hashed:
 
 
 @dataclasses.dataclass(frozen=True)
-class WeightFormat(_Hashed):
+class WeightFormat(Hashed):
     """A quantised weight W[n, k] = arithmetic(q[n, k], s[n // bn, k // bk], z[n // bn, k // bk]).
 
     codes       type of q: a key of `INT_CODES` or `FLOAT_CODES`
@@ -94,44 +94,10 @@ class WeightFormat(_Hashed):
             return "channel" if self.bn == 1 else f"block-{self.bn}xK"
         return f"group-{self.bk}" if self.bn == 1 else f"block-{self.bn}x{self.bk}"
 
-    __hash__ = _Hashed.__hash__
+    __hash__ = Hashed.__hash__
 
     def __str__(self) -> str:
         return render(self)
-
-
-@dataclasses.dataclass(frozen=True)
-class DequantMatmul(_Hashed):
-    """out[m, n] = x[m, :] . W[n, :] (* output_scale[n]) (+ bias[n]), W as `weight` says.
-
-    x, out        dtypes of the activation and of the result
-    output_scale  dtype of a scale that the graph applies to the product, or None
-    bias          whether the product itself adds a bias of shape [n]
-    """
-
-    weight: WeightFormat
-    x: torch.dtype
-    out: torch.dtype
-    output_scale: torch.dtype | None
-    bias: bool
-
-    __hash__ = _Hashed.__hash__
-
-    def __str__(self) -> str:
-        return render(self)
-
-    @property
-    def summary(self) -> str:
-        """The contract as the report prints it, in the field's terms."""
-        w = self.weight
-        scale = w.scale or self.output_scale
-        place = "" if self.output_scale is None else " after the product"
-        what = w.granularity if self.output_scale is None else "channel"
-        zero = "" if w.zero is None else f" zero {short(w.zero)}"
-        scaled = f" {what} scale {short(scale)}{place}" if scale is not None else " no scale"
-        return f"{short(self.x)} x {w.codes}[{w.n},{w.k}]{scaled}{zero} {w.arithmetic}" + (
-            " +bias" if self.bias else ""
-        )
 
 
 def short(dtype: torch.dtype | None) -> str:

@@ -92,13 +92,11 @@ def identify(region: Region, leaves: Sequence[torch.Tensor]) -> Structure:
         for rows in (*ROW_COUNTS, region.shape[0]):
             if rows != region.shape[0] and 2 * rows > region.shape[0]:
                 continue
-            prober = None
             try:
                 prober = Prober(reduced, reduced.real(leaves), rows, spent)
                 return _structure(reduced, prober)
-            except MoreRows as error:
-                spent = prober.evaluations if prober else spent
-                reasons.append(str(error))
+            except MoreRows:  # never of the whole, so it is no reason
+                spent = prober.evaluations
             except Refused as refusal:
                 reasons.append(f"codes in {describe(code)}: {refusal.reason}")
                 break
@@ -290,7 +288,7 @@ def _blocks(
         )
     along_n = (at[:, 0] != at[0, 0]).nonzero()
     if not len(along_n) and rows < n and demand is not None:
-        raise MoreRows(f"{name} has one entry for the first {rows} rows")
+        raise MoreRows
     bn = int(along_n[0]) if len(along_n) else n
     step = int(at[bn, 0] - at[0, 0]) if len(along_n) else 0
     other = (at != at[0] + (torch.arange(rows) // bn * step)[:, None]).nonzero()

@@ -92,8 +92,8 @@ class Op:
                 steps.append((limit, name))
         if all(self.providers[name].reference for _, name in steps):
             raise Refused(
-                f"no provider for {target} is faster than Inductor's own code: "
-                + ("; ".join(reasons) or f"none of {list(self.providers)} runs on {target}"),
+                f"no provider for {target} takes it: "
+                + ("; ".join(reasons) or "only the reference is there, and Inductor is faster"),
                 contract=contract.summary,
             )
         return Plan(tuple(steps))

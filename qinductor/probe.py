@@ -50,7 +50,11 @@ class Reduced:
 
 
 class Prober:
-    """Runs the reduced region on the first `rows` rows with chosen fills, and counts the runs."""
+    """Runs the reduced region on the first `rows` rows with chosen fills, and counts the runs.
+
+    real   what `Reduced.real` gives
+    spent  runs that earlier probers of this region took: they count against the budget
+    """
 
     def __init__(
         self, reduced: Reduced, real: Mapping[Node, torch.Tensor], rows: int, spent: int
@@ -114,6 +118,7 @@ def _narrowest(node: Node) -> tuple[Node, set[torch.dtype]]:
 
 
 def descendants(nodes: Sequence[Node], roots: set[Node]) -> set[Node]:
+    """The roots and all that depends on one of them; `nodes` are in graph order."""
     found = set(roots)
     for node in nodes:
         if node not in found and not found.isdisjoint(node.all_input_nodes):

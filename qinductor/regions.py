@@ -1,6 +1,7 @@
 """Regions: the part of a graph behind one operand, extracted and evaluated as a pure function."""
 
 import dataclasses
+import hashlib
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,17 +11,18 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Graph, Node
 
+from qinductor.contracts import FLOAT_CODES
 from qinductor.errors import Refused
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
-# Operators that move elements, or convert them, but compute nothing: the first argument is moved.
-MOVES = {
-    aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default,
-    aten.permute.default, aten.transpose.int, aten.t.default, aten.unsqueeze.default,
-    aten.squeeze.dim, aten.squeeze.dims, aten.clone.default, aten.alias.default,
-    aten.detach.default, aten.lift_fresh_copy.default, aten.repeat.default, aten.slice.Tensor,
-    aten.index.Tensor, aten.index_select.default,
+VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
+# Operators that move elements but compute nothing: the first argument is moved.
+MOVES = VIEWS | {
+    aten.expand.default, aten.permute.default, aten.transpose.int, aten.t.default,
+    aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.clone.default,
+    aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default, aten.repeat.default,
+    aten.slice.Tensor, aten.index.Tensor, aten.index_select.default,
 }  # fmt: skip
 CASTS = {prims.convert_element_type.default, aten._to_copy.default}
 PRODUCTS = {
@@ -28,10 +30,7 @@ PRODUCTS = {
     aten._scaled_mm.default, aten._int_mm.default, aten._grouped_mm.default,
     aten.convolution.default,
 }  # fmt: skip
-FLOAT8 = tuple(
-    getattr(torch, name)
-    for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
-)
+FLOAT8 = tuple(FLOAT_CODES.values())
 INTEGER = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -120,7 +119,7 @@ class Region:
             arguments = torch.fx.node.map_aggregate((node.args, dict(node.kwargs)), text)
             what = node.op if node.op == "placeholder" else str(node.target)
             constant = self.constants.get(node)
-            lines.append(f"{what} {arguments} {describe(node)} {_bytes(constant)}")
+            lines.append(f"{what} {arguments} {describe(node)} {_digest(constant)}")
         return "\n".join([*lines, f"n_axis={self.n_axis}"])
 
     def __call__(self, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -202,7 +201,7 @@ def extract(node: Node, order: list[Node], scope: Scope, n_axis: int) -> Region:
 def pure(node: Node) -> bool:
     """Whether the node computes the same value every time and changes nothing."""
     target = node.target
-    if target in (operator.getitem,) or not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, torch._ops.OpOverload):
         return target is operator.getitem
     seeded = torch.Tag.nondeterministic_seeded in target.tags
     return not seeded and not target._schema.is_mutable
@@ -225,8 +224,9 @@ def _attribute(node: Node) -> torch.Tensor:
     return value
 
 
-def _bytes(tensor: torch.Tensor | None) -> str:
+def _digest(tensor: torch.Tensor | None) -> str:
     if tensor is None:
         return ""
     with unset_fake_temporarily(), torch.no_grad():
-        return str(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).tolist())
+        held = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+        return hashlib.sha256(bytes(held.tolist())).hexdigest()

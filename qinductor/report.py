@@ -20,7 +20,7 @@ class Site:
     provider  what runs it, by range of M; None if it was left to Inductor
     reason    the first check that failed, with what was found and what was wanted; None if lowered
     cost      bytes and flops of the lowered operator, expressions in M
-    evaluations  runs of the region that identification took, and how many of them were whole
+    evaluations  runs of the region that identification took: (on probes, whole)
     """
 
     where: str
@@ -38,9 +38,11 @@ class Report:
     """The decisions about one compiled graph (`explain` joins all graphs of a model).
 
     target            "cpu", "sm_90", ...: what the providers were chosen for
+    sites             a row for each candidate
     matching_seconds  time spent finding, identifying, proving and packing
     packed_bytes      bytes of packed weights held beside the model's own tensors
     dense_bytes       those of them that hold a weight in its dense form
+    graphs            how many graphs it is about
     notes             what concerns the graph and no single site
     """
 

@@ -25,9 +25,9 @@ def rewrite(graph: Graph, lowering: Lowering) -> list[torch.Tensor]:
         texts = str(lowering.contract), str(lowering.plan)
         target = getattr(torch.ops.qinductor, lowering.op.name).default
         new = target(lowering.x.meta["val"], fakes, *texts)
-    check(old, new, str(replaced.target))
+    _check(old, new, str(replaced.target))
     for node, operand in lowering.bypassed:
-        check(node.meta["val"], operand.meta["val"], str(node.target))
+        _check(node.meta["val"], operand.meta["val"], str(node.target))
     holders = [_placeholder(graph, name, fake) for name, fake in zip(operands, fakes, strict=True)]
     with graph.inserting_before(replaced):
         node = graph.call_function(target, (lowering.x, holders, *texts))
@@ -38,7 +38,7 @@ def rewrite(graph: Graph, lowering: Lowering) -> list[torch.Tensor]:
     return fakes
 
 
-def check(old: torch.Tensor, new: torch.Tensor, what: str) -> None:
+def _check(old: torch.Tensor, new: torch.Tensor, what: str) -> None:
     """Refused unless both values have one dtype, shape and strides."""
     if old.dtype != new.dtype:
         raise Refused(f"{what} gives {old.dtype}, the operator {new.dtype}")

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from qinductor.regions import CASTS, aten, call, prims
+from qinductor.regions import CASTS, VIEWS, aten, call, prims
 
-VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
 SAME = CASTS | {aten.clone.default, aten.alias.default, aten.detach.default,
                 aten.lift_fresh_copy.default}  # fmt: skip
 MAKERS = {aten.full.default, aten.empty.memory_format, aten.scalar_tensor.default,
@@ -181,11 +180,7 @@ def _view_dtype(node: Any, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
 
 
 def _slice(node: Any, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
-    source: Any
-    dim: Any
-    start: Any
-    step: Any
-    given = tuple(node.args)
+    given: tuple[Any, ...] = tuple(node.args)
     source, dim, start, _, step = given + (0, 0, None, 1)[len(given) - 1 :]
     rank, inner = len(_shape(node)), _shape(source)
     if int(dim) % rank != want.axis:

@@ -27,14 +27,19 @@ Stamp = tuple[int | None, int | None, int]
 
 @dataclasses.dataclass(eq=False)
 class Entry:
-    """The packed tensors of one weight, or why there are none; valid while the stamps hold."""
+    """The packed tensors of one weight, or why there are none; valid while the stamps hold.
+
+    references, stamps, fingerprints  one for each leaf
+    packed_at                         the resolver's call that packed it; 0 when compiled
+    streak                            packings on consecutive calls up to that one
+    """
 
     references: tuple[Any, ...]
     stamps: tuple[Stamp, ...]
-    prints: tuple[Any, ...]
+    fingerprints: tuple[Any, ...]
     tensors: dict[str, torch.Tensor]
     refused: str | None = None
-    packed_at: int = 0
+    packed_at: tuple[int, int] = (0, 0)  # (resolver, its call)
     streak: int = 1
 
 
@@ -73,7 +78,8 @@ class Resolver:
         self.slots = list(slots)
         self.calls = 0
         self.last: tuple[list[Row], list[torch.Tensor]] | None = None
-        _resolvers.add(self)
+        with _lock:
+            _resolvers.add(self)
 
     def __call__(self, arguments: Sequence[Any]) -> list[torch.Tensor]:
         """The packed tensors, in slot order. Refused if a weight is not what was compiled for."""
@@ -98,7 +104,7 @@ class Resolver:
             entry = slot.entry
             if entry is None or not _current(slot, entry, arguments):
                 entry = self._packed(slot, arguments)
-            elif look and entry.prints != _prints(slot, arguments):
+            elif look and entry.fingerprints != _fingerprints(slot, arguments):
                 with _lock:
                     _retire(_store.pop(_key(slot, arguments), None))
                     _retire(entry)
@@ -115,11 +121,11 @@ class Resolver:
             known = _store.get(_key(slot, arguments))
             if known is None or not _current(slot, known, arguments) or not _holds(known, slot):
                 streak = 1
-                if known is not None and known.packed_at == self.calls - 1:
+                if known is not None and known.packed_at == (id(self), self.calls - 1):
                     streak = known.streak + 1
                 tensors, refused = _tried(slot, arguments, streak)
                 known = _remember(slot, arguments, tensors, refused)
-                known.packed_at, known.streak = self.calls, streak
+                known.packed_at, known.streak = (id(self), self.calls), streak
             slot.entry = known
             return known
 
@@ -206,7 +212,7 @@ def _remember(
     entry = Entry(
         tuple(weakref.ref(value, gone) for value in values),
         tuple(_stamp(leaf, arguments) for leaf in slot.leaves),
-        _prints(slot, arguments),
+        _fingerprints(slot, arguments),
         tensors,
         refused,
     )
@@ -232,13 +238,13 @@ def _stamp(leaf: Leaf, arguments: Sequence[Any]) -> Stamp:
     )
 
 
-def _prints(slot: Slot, arguments: Sequence[Any]) -> tuple[Any, ...]:
+def _fingerprints(slot: Slot, arguments: Sequence[Any]) -> tuple[Any, ...]:
     """A sample of each leaf's bytes."""
     with unset_fake_temporarily(), torch.no_grad():
-        return tuple(_print(leaf.of(arguments)) for leaf in slot.leaves)
+        return tuple(_fingerprint(leaf.of(arguments)) for leaf in slot.leaves)
 
 
-def _print(tensor: torch.Tensor) -> tuple[int, ...]:
+def _fingerprint(tensor: torch.Tensor) -> tuple[int, ...]:
     count = tensor.numel()
     if not count:
         return ()
@@ -258,7 +264,7 @@ def refresh(model: torch.nn.Module | None = None) -> int:
         dropped = 0
         for key, entry in list(_store.items()):
             if pointers is None or any(stamp[2] in pointers for stamp in entry.stamps):
-                del _store[key]
+                _store.pop(key, None)  # a weight may have died since
                 _retire(entry)
                 dropped += 1
     return dropped

@@ -10,13 +10,13 @@ from qinductor.contracts import (
     ARITHMETIC,
     FLOAT_CODES,
     INT_CODES,
-    DequantMatmul,
     WeightFormat,
     dequantize,
     parse,
     render,
     short,
 )
+from qinductor.kernels.dequant_matmul import DequantMatmul
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 BASE = WeightFormat("int4", 5, 7, 1, 7, "q*s", BF16, None, BF16, BF16, BF16)

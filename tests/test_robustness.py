@@ -385,7 +385,7 @@ def test_mode_lite_warns_once_and_refuses_every_site():
         check(compiled(model, options={"mode": "lite"}), model, X)
     assert sum("qinductor" in str(warning.message) for warning in caught) == 1
     for lowered, reason in outcomes():
-        assert not lowered and "'lite' runs no passes" in reason
+        assert not lowered and "runs no joint passes (mode 'lite')" in reason
     assert len(outcomes()) == 2
 
 
