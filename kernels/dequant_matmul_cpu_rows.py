@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from qinductor.contracts import short
+from qinductor.contracts import dequantize, short
 from qinductor.errors import Refused
 from qinductor.kernels.dequant_matmul import DEQUANT_MATMUL, DequantMatmul, Operands
 
@@ -47,6 +47,15 @@ def _row_scale(contract: DequantMatmul, source: Operands) -> torch.Tensor:
     return scale.expand(contract.weight.n, -1)
 
 
+def _check_finite(scale: torch.Tensor, source: Operands) -> None:
+    """Refused where a scale or W is not finite: the kernels scale sums, and never form W."""
+    w = source.weight
+    if not scale.isfinite().all():  # what is added to K for a bias would be 0 * inf
+        raise Refused("scales and bias must be finite; one is not")
+    if not dequantize(w.format, w.codes, w.scale, w.zero).isfinite().all():
+        raise Refused(f"W must be finite in {short(w.format.dtype)}; an element overflows")
+
+
 def _why_no_scale(contract: DequantMatmul) -> str | None:
     """What both row kernels ask of scales: one, in the dtype of x, each row its own."""
     w = contract.weight
@@ -58,6 +67,10 @@ def _why_no_scale(contract: DequantMatmul) -> str | None:
     scale = w.scale if contract.output_scale is None else contract.output_scale
     if scale not in (None, contract.x):
         return f"the scale is {short(scale)}; it takes the dtype of x, {short(contract.x)}"
+    if contract.output_scale is not None and contract.x == torch.float16:
+        return (
+            "the scale is fp16 after the product, which overflows in eager before it; it takes bf16"
+        )
     if w.scale is not None and contract.output_scale is not None:
         return "the weight and the product both have a scale; it takes one"
     if w.scale is not None and w.bn not in (1, w.n):
@@ -112,8 +125,7 @@ class Int4RowKernel:
             extra[:, 0] = 1
             codes = torch.cat([codes, extra], 1)
             scale = torch.cat([scale, source.bias[:, None]], 1)
-        if not scale.isfinite().all():  # what is added to K would be 0 * inf
-            raise Refused("scales and bias must be finite; one is not")
+        _check_finite(scale, source)
         packed = aten._convert_weight_to_int4pack_for_cpu((codes + 8).contiguous(), 1)
         scales = torch.stack([scale.t(), torch.zeros_like(scale.t())], -1).contiguous()
         return {"int4pack": packed, "int4pack_scales": scales}
@@ -170,6 +182,7 @@ class Int8RowKernel:
 
     def pack(self, contract: DequantMatmul, source: Operands) -> dict[str, torch.Tensor]:
         scale = _row_scale(contract, source).reshape(-1).contiguous()
+        _check_finite(scale, source)
         return {"codes": source.weight.codes, "row_scale": scale}
 
     def run(

@@ -12,13 +12,20 @@ import torch.fx.experimental._config as symbolic_shapes_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
 from qinductor.contracts import (
+    QuantizedWeight,
     WeightFormat,
     arithmetic,
     by_row,
     dequantize,
     difference,
 )
-from qinductor.kernels.dequant_matmul import DEQUANT_MATMUL, DequantMatmul, Reference
+from qinductor.errors import Refused
+from qinductor.kernels.dequant_matmul import (
+    DEQUANT_MATMUL,
+    DequantMatmul,
+    Operands,
+    Reference,
+)
 
 # Elements of W that are dense at a time. 2 MB in bf16 is what an L2 cache holds, and a buffer that
 # size is reused by the allocator, where a larger one is mapped and faulted in at every call.
@@ -46,6 +53,10 @@ class DequantStrips(Reference):
     def runs_on(self, target: str) -> bool:
         return target == "cpu"
 
+    def pack(self, contract: DequantMatmul, source: Operands) -> dict[str, torch.Tensor]:
+        _check_zero(source.weight)
+        return super().pack(contract, source)
+
     def run(
         self, contract: DequantMatmul, x: torch.Tensor, packed: Sequence[torch.Tensor]
     ) -> torch.Tensor:
@@ -71,6 +82,20 @@ class DequantStrips(Reference):
         if differ:
             warnings.warn(f"{self.name} runs on its reference: {differ}", stacklevel=2)
         return None if differ else bound
+
+
+def _check_zero(weight: QuantizedWeight) -> None:
+    """Refused where q - z is not exact: the loop does not round it, and is compared with the
+    reference for the first weight of a contract only."""
+    codes, zero, inner = weight.codes, weight.zero, weight.format.inner
+    if zero is None or zero.is_floating_point() or not zero.numel():
+        return
+    low, high = codes.min().item() - zero.max().item(), codes.max().item() - zero.min().item()
+    exact = {torch.bfloat16: 1 << 8, torch.float16: 1 << 11}.get(inner, 1 << 24)
+    if max(-low, high) > exact:
+        raise Refused(
+            f"q - z must be exact in {inner}, up to {exact}; it reaches {max(-low, high)}"
+        )
 
 
 class Bound:

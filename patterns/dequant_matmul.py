@@ -46,6 +46,7 @@ ANCHORS = {
     aten.bmm.default: (0, 1, None),
     aten.baddbmm.default: (1, 2, 0),
     aten._grouped_mm.default: (0, 1, None),
+    aten.convolution.default: (0, 1, None),
 }
 LOWERED = (aten.mm.default, aten.addmm.default)
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)

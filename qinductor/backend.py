@@ -54,6 +54,8 @@ def qinductor(
     chosen = Options.of(options, mode)
     matching = Matching(gm, example_inputs, chosen, packs=compiles)
     original = GraphModule(gm, copy.deepcopy(gm.graph))
+    for node in original.graph.nodes:  # Dynamo's weak references there forbid swap_tensors
+        node.meta.pop("grapharg", None)
     inner = matching.inner_compile if compiles else matching.skip_compile
     compiled: Any = compile_fx(
         gm, list(example_inputs), inner_compile=inner, config_patches=_patches(chosen, matching)

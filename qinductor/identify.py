@@ -51,6 +51,8 @@ class Parameter:
         """The grid [ceil(n / bn), ceil(k / bk)] of entries, in `dtype`."""
         at = self.base + torch.arange(-(-n // self.bn))[:, None] * self.step
         entries = value.reshape(-1)[at.to(value.device)].to(self.dtype)
+        if self.sign != 1 and entries.dtype in (torch.uint8, torch.int8):
+            entries = entries.to(torch.int16)  # -z of uint8 would wrap
         return entries * self.sign if self.sign != 1 else entries
 
 

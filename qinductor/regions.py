@@ -193,6 +193,8 @@ def extract(node: Node, order: list[Node], scope: Scope, n_axis: int) -> Region:
         ):
             raise Refused(f"the weight's sizes must be numbers; {other.name} is {describe(other)}")
     devices = {str(n.meta["val"].device) for n in order if n.op == "placeholder"}
+    if "meta" in devices or not node.meta["val"].numel():
+        raise Refused(f"the weight must hold values; it is {describe(node)} on {sorted(devices)}")
     if len(devices) > 1:
         raise Refused(f"the weight's tensors must lie on one device; found {sorted(devices)}")
     return Region(node, order, scope, n_axis)

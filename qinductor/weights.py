@@ -18,7 +18,9 @@ from qinductor.regions import Leaf
 
 SAMPLE = 64  # elements of a leaf that its fingerprint reads
 CHECK_EVERY = 64  # calls between two looks at the fingerprints; the second call looks, too
-RESTLESS = 3  # packings on consecutive calls after which a weight counts as no constant
+# Packings on consecutive calls after which a weight counts as no constant: written to in place, and
+# replaced by a new tensor (which rebuilding a model in a loop does, too).
+RESTLESS, REPLACED = 8, 64
 
 # (own version, outer version, data pointer): all equal means nothing was written,
 # but for writes through `.data` or raw pointers, which bump no version.
@@ -34,7 +36,7 @@ class Entry:
     streak                            packings on consecutive calls up to that one
     """
 
-    references: tuple[Any, ...]
+    references: tuple[tuple[int, Any], ...]  # id of a leaf, weak reference to its storage
     stamps: tuple[Stamp, ...]
     fingerprints: tuple[Any, ...]
     tensors: dict[str, torch.Tensor]
@@ -61,7 +63,7 @@ class Slot:
 
 
 # What the fast path compares, one row a leaf: argument, attributes, reference, stamp.
-Row = tuple[int, tuple[str, ...], Any, int | None, int | None, int]
+Row = tuple[int, tuple[str, ...], int, Any, int | None, int | None, int]
 
 _store: dict[tuple[Any, ...], Entry] = {}
 _resolvers: "weakref.WeakSet[Resolver]" = weakref.WeakSet()
@@ -77,6 +79,7 @@ class Resolver:
     def __init__(self, slots: Sequence[Slot]) -> None:
         self.slots = list(slots)
         self.calls = 0
+        self.unversioned = False  # inference tensors have no version: their bytes are looked at
         self.last: tuple[list[Row], list[torch.Tensor]] | None = None
         with _lock:
             _resolvers.add(self)
@@ -84,7 +87,7 @@ class Resolver:
     def __call__(self, arguments: Sequence[Any]) -> list[torch.Tensor]:
         """The packed tensors, in slot order. Refused if a weight is not what was compiled for."""
         self.calls += 1
-        look = self.calls == 2 or self.calls % CHECK_EVERY == 0
+        look = self.unversioned or self.calls == 2 or self.calls % CHECK_EVERY == 0
         if look and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             look = False
         # A tensor subclass would answer every attribute through Python: 1.5 us each.
@@ -114,16 +117,27 @@ class Resolver:
             # Of this entry, not of `slot.entry`, which another thread may have changed by now.
             rows.extend(_rows(slot, entry))
             found.extend([entry.tensors[name] for name in slot.names])
+        self.unversioned = any(row[4] is None for row in rows)
         return rows, found
 
     def _packed(self, slot: Slot, arguments: Sequence[Any]) -> Entry:
         with _lock, unset_fake_temporarily(), torch.no_grad():
             known = _store.get(_key(slot, arguments))
             if known is None or not _current(slot, known, arguments) or not _holds(known, slot):
+                # Written to, or put in the place of one that is gone; another layer is no change.
+                before = known or slot.entry
+                changed = before is not None and (
+                    known is not None or any(storage() is None for _, storage in before.references)
+                )
                 streak = 1
-                if known is not None and known.packed_at == (id(self), self.calls - 1):
-                    streak = known.streak + 1
-                tensors, refused = _tried(slot, arguments, streak)
+                if (
+                    before is not None
+                    and changed
+                    and before.packed_at == (id(self), self.calls - 1)
+                ):
+                    streak = before.streak + 1
+                patience = RESTLESS if known is not None else REPLACED
+                tensors, refused = _tried(slot, arguments, streak, patience)
                 known = _remember(slot, arguments, tensors, refused)
                 known.packed_at, known.streak = (id(self), self.calls), streak
             slot.entry = known
@@ -142,11 +156,11 @@ def seed(
 
 
 def _tried(
-    slot: Slot, arguments: Sequence[Any], streak: int
+    slot: Slot, arguments: Sequence[Any], streak: int, patience: int
 ) -> tuple[dict[str, torch.Tensor], str | None]:
     """(packed tensors, why there are none)."""
-    if streak > RESTLESS:
-        return {}, f"its weight changed on {RESTLESS} calls in a row, so it is no constant"
+    if streak > patience:
+        return {}, f"its weight changed on {patience} calls in a row, so it is no constant"
     try:
         return slot.pack([leaf.of(arguments) for leaf in slot.leaves]), None
     except Refused as refusal:
@@ -157,7 +171,7 @@ def _tried(
 
 def _rows(slot: Slot, entry: Entry) -> list[Row]:
     return [
-        (leaf.index, leaf.attributes, reference, *stamp)
+        (leaf.index, leaf.attributes, *reference, *stamp)
         for leaf, reference, stamp in zip(slot.leaves, entry.references, entry.stamps, strict=True)
     ]
 
@@ -171,12 +185,13 @@ def _retire(entry: Entry | None) -> None:
 
 
 def _unchanged(rows: list[Row], arguments: Sequence[Any]) -> bool:
-    for index, attributes, reference, own, outer, pointer in rows:
+    for index, attributes, identity, storage, own, outer, pointer in rows:
         value = holder = arguments[index]
         for name in attributes:
             value = getattr(value, name)
         if (
-            reference() is not value
+            identity != id(value)
+            or storage() is None
             or (own is not None and value._version != own)
             or (outer is not None and holder._version != outer)
             or value.data_ptr() != pointer
@@ -210,7 +225,8 @@ def _remember(
 
     values = [leaf.of(arguments) for leaf in slot.leaves]
     entry = Entry(
-        tuple(weakref.ref(value, gone) for value in values),
+        # Of the storage: swap_tensors, and so Module.to, refuses a tensor with weak references.
+        tuple((id(value), weakref.ref(value.untyped_storage(), gone)) for value in values),
         tuple(_stamp(leaf, arguments) for leaf in slot.leaves),
         _fingerprints(slot, arguments),
         tensors,
@@ -223,7 +239,10 @@ def _remember(
 
 def _current(slot: Slot, entry: Entry, arguments: Sequence[Any]) -> bool:
     for leaf, reference, stamp in zip(slot.leaves, entry.references, entry.stamps, strict=True):
-        if reference() is not leaf.of(arguments) or _stamp(leaf, arguments) != stamp:
+        identity, storage = reference
+        if identity != id(leaf.of(arguments)) or storage() is None:
+            return False
+        if _stamp(leaf, arguments) != stamp:
             return False
     return True
 

@@ -399,6 +399,15 @@ WHY_NOT = (
         "takes one",
     ),
     ("aten.int8pack_mm", weight_of(INT8, bn=16), "blocks have 16 rows", "1 or all"),
+    *(
+        (
+            f"aten.{codes}pack_mm",
+            case(codes, 4, 256, 512, 256, 512, FP16, arithmetic="q", output_scale=True).contract,
+            "fp16 after the product",
+            "bf16",
+        )
+        for codes in ("int4", "int8")
+    ),
     ("aten.int4pack_mm_cuda", INT8, "codes are int8", "it takes int4"),
     (
         "aten.int4pack_mm_cuda",
@@ -679,3 +688,24 @@ def replays(
         out.fill_(float("nan"))
         graph.replay()
         assert not difference(out, call(x * factor, tensors, contract, plan))
+
+
+@pytest.mark.parametrize("name", ["aten.int4pack_mm", "aten.int8pack_mm"])
+def test_a_weight_that_overflows_is_not_packed(name):
+    """The row kernels scale a sum, so they would be finite where eager is not."""
+    contract = dataclasses.replace(INT4 if "int4" in name else INT8, x=FP16, out=FP16)
+    contract = weight_of(contract, scale=FP16, inner=FP16, compute=FP16, dtype=FP16)
+    _, source = Case("overflows", 4, contract).make()
+    provider = usable(name, contract)
+    assert provider.pack(contract, source)
+    source.weight.scale.fill_(3e4)
+    with pytest.raises(Refused, match="W must be finite in fp16; an element overflows"):
+        provider.pack(contract, source)
+
+
+def test_a_zero_that_is_rounded_is_not_packed():
+    contract = case("uint8", 4, 64, 64, 1, 64, arithmetic="(q-z)*s", zero=torch.int16).contract
+    _, source = Case("far zero", 4, contract).make()
+    source.weight.zero.fill_(3000)
+    with pytest.raises(Refused, match="q - z must be exact in torch.bfloat16, up to 256"):
+        usable("onednn.dequant_strips", contract).pack(contract, source)

@@ -12,7 +12,7 @@ import torch
 import qinductor
 from qinductor.op import OPS
 from qinductor.regions import Leaf
-from qinductor.weights import CHECK_EVERY, RESTLESS, Resolver, Slot
+from qinductor.weights import CHECK_EVERY, REPLACED, RESTLESS, Resolver, Slot
 
 N, K, GROUP = 64, 64, 32
 X = torch.randn(4, K, generator=torch.Generator().manual_seed(1))
@@ -533,3 +533,34 @@ def test_a_dense_weight_only_where_it_is_allowed():
         ]
         assert report.dense_bytes == (report.packed_bytes if dense else 0)
         torch._dynamo.reset()
+
+
+def test_a_write_to_an_inference_tensor_is_seen_at_once():
+    """It has no version, so its bytes are looked at in every call."""
+    with torch.inference_mode():
+        model, other = Linear(1), Linear(2)
+        run = compiled(model)
+        for _ in range(4):
+            run(X)
+        model.load_state_dict(other.state_dict())
+        torch.testing.assert_close(run(X), other(X))
+
+
+def test_a_compiled_model_can_be_moved_by_swapping():
+    """Which torch refuses for a tensor that has weak references."""
+    model = Linear(1)
+    run = compiled(model)
+    run(X)
+    torch.utils.swap_tensors(model.scale, model.scale * 2)
+    torch.testing.assert_close(run(X), model(X))
+
+
+def test_weights_replaced_on_every_call_are_demoted(calls):
+    model = Linear(1)
+    run = compiled(model)
+    for _ in range(REPLACED + 3):
+        model.codes = model.codes.clone()
+        torch.testing.assert_close(run(X), model(X))
+    calls.clear()
+    run(X)
+    assert any("is no constant" in note for note in qinductor.last_report().notes)
