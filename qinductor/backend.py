@@ -239,7 +239,10 @@ class Matching:
             graph.lint()
 
     def _lower(self, graph: Graph, pattern: Pattern, node: Node, scope: Scope, site: Site) -> None:
-        target = self.options.target or _target(node.meta["val"].device)
+        device = node.meta["val"].device
+        target = self.options.target or _target(device)
+        if self.packs and (target == "cpu") != (device.type == "cpu"):
+            raise Refused(f"the target is {target}, yet the graph is on {device}: only explain can")
         self.report.target = target
         with unset_fake_temporarily(), torch.no_grad():  # regions run on real tensors
             lowering = pattern.lower(

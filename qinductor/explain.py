@@ -48,4 +48,11 @@ def explain(
     finally:
         for module, impl in compiled:
             module._compiled_call_impl = impl
-    return joined(found)
+    report = joined(found)
+    learns = any(p.requires_grad for m in modules[:1] for p in m.parameters())
+    if learns and torch.is_grad_enabled():
+        report.notes.append(
+            "explained as under torch.no_grad(); called with gradients on, the model is compiled "
+            "for training, and nothing is lowered"
+        )
+    return report

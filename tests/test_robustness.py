@@ -691,3 +691,18 @@ def test_command_line_options(tmp_path, monkeypatch, capsys):
     assert "wanted one of cpu, sm_80" in capsys.readouterr().err
     with pytest.raises(RuntimeError, match="no weights here"):  # the user's own traceback
         main(["explain", "toy.py:broken"])
+
+
+def test_a_target_that_is_not_the_graphs_is_refused():
+    model = Int8()
+    check(compiled(model, options={**EAGER_REST, "target": "sm_90"}), model)
+    ((lowered, reason),) = outcomes()
+    assert not lowered and "the target is sm_90, yet the graph is on cpu" in reason
+
+
+def test_explain_says_that_a_model_would_be_compiled_for_training():
+    model = torch.nn.Sequential(Int8(), torch.nn.Linear(N, N))
+    with torch.enable_grad():
+        assert "training" in qinductor.explain(model, X).notes[0]
+    with torch.no_grad():
+        assert not qinductor.explain(model, X).notes
