@@ -695,7 +695,7 @@ def test_command_line_options(tmp_path, monkeypatch, capsys):
 
 def test_a_target_that_is_not_the_graphs_is_refused():
     model = Int8()
-    check(compiled(model, options={**EAGER_REST, "target": "sm_90"}), model)
+    check(compiled(model, options={**EAGER_REST, "target": "sm_90"}), model, X)
     ((lowered, reason),) = outcomes()
     assert not lowered and "the target is sm_90, yet the graph is on cpu" in reason
 
