@@ -146,6 +146,22 @@ def unpacked(packed: torch.Tensor, n: int, signed: bool) -> torch.Tensor:
     return codes if signed else codes + 8
 
 
+INT4_GROUPS = (256, 128, 64, 32)  # the group sizes of torch's int4 kernels, on a CPU and on CUDA
+
+
+@functools.cache
+def int4_group(contract: DequantMatmul) -> int:
+    """The group for torch's int4 kernels: the largest that divides a block along K; 0 if none."""
+    w = contract.weight
+    return next((g for g in INT4_GROUPS if w.k % w.bk == 0 and w.bk % g == 0), 0)
+
+
+def int4_scales(scale: torch.Tensor) -> torch.Tensor:
+    """Scales and zeros of 0 as torch's int4 kernels take them, [groups, N, 2], from [N, groups]."""
+    scale = scale.t()
+    return torch.stack([scale, torch.zeros_like(scale)], -1).contiguous()
+
+
 class Reference:
     """The specification on the plainly packed weight: slow, never wrong."""
 

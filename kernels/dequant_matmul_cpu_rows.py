@@ -7,12 +7,17 @@ import torch
 
 from qinductor.contracts import dequantize, short
 from qinductor.errors import Refused
-from qinductor.kernels.dequant_matmul import DEQUANT_MATMUL, DequantMatmul, Operands
+from qinductor.kernels.dequant_matmul import (
+    DEQUANT_MATMUL,
+    DequantMatmul,
+    Operands,
+    int4_group,
+    int4_scales,
+)
 
 aten = torch.ops.aten
 _int4pack_mm = aten._weight_int4pack_mm_for_cpu.default
 _int8pack_mm = aten._weight_int8pack_mm.default
-GROUPS = (256, 128, 64, 32)  # the group sizes that the int4 kernels have
 
 # Largest M at which the row kernel beats strips and oneDNN: (elements of W up to which, M).
 # One thread of a Xeon with AMX, torch 2.13, bf16: 384x384 to 2048x2048, M = 1 to 32.
@@ -30,13 +35,6 @@ def _limit(kind: str, contract: DequantMatmul, dense: bool) -> int:
         return DENSE_M
     elements = contract.weight.n * contract.weight.k
     return next(m for size, m in ROW_KERNEL_M[kind] if elements <= size)
-
-
-@functools.cache
-def _group(contract: DequantMatmul) -> int:
-    """The kernel's group: the largest that divides the contract's block along K; 0 if none."""
-    w = contract.weight
-    return next((g for g in GROUPS if w.k % w.bk == 0 and w.bk % g == 0), 0)
 
 
 def _row_scale(contract: DequantMatmul, source: Operands) -> torch.Tensor:
@@ -99,7 +97,7 @@ class Int4RowKernel:
             return f"codes are {w.codes}; it takes int4 (with a zero it is less accurate)"
         if w.arithmetic not in ("q", "q*s"):
             return f"W is {w.arithmetic}; it takes q*s (its own zero is rounded to bf16)"
-        if not _group(contract):
+        if not int4_group(contract):
             return f"groups have {w.bk} of K = {w.k}; it takes multiples of 32 that divide K"
         if w.n % 16:
             return f"N is {w.n}; it takes multiples of 16"
@@ -109,7 +107,7 @@ class Int4RowKernel:
         return _limit("int4", contract, dense)
 
     def operands(self, contract: DequantMatmul) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        n, g = contract.weight.n, _group(contract)
+        n, g = contract.weight.n, int4_group(contract)
         k = contract.weight.k + (g if contract.bias else 0)
         return {
             "int4pack": ((n, k // 2), torch.uint8),
@@ -117,7 +115,7 @@ class Int4RowKernel:
         }
 
     def pack(self, contract: DequantMatmul, source: Operands) -> dict[str, torch.Tensor]:
-        w, g = contract.weight, _group(contract)
+        w, g = contract.weight, int4_group(contract)
         codes = source.weight.codes.int()
         scale = _row_scale(contract, source)
         scale = scale.repeat_interleave(w.k // g // scale.shape[1], 1)  # [N, K / g]
@@ -128,14 +126,13 @@ class Int4RowKernel:
             scale = torch.cat([scale, source.bias[:, None]], 1)
         _check_finite(scale, source)
         packed = aten._convert_weight_to_int4pack_for_cpu((codes + 8).contiguous(), 1)
-        scales = torch.stack([scale.t(), torch.zeros_like(scale.t())], -1).contiguous()
-        return {"int4pack": packed, "int4pack_scales": scales}
+        return {"int4pack": packed, "int4pack_scales": int4_scales(scale)}
 
     def run(
         self, contract: DequantMatmul, x: torch.Tensor, packed: Sequence[torch.Tensor]
     ) -> torch.Tensor:
         codes, scales = packed
-        g = _group(contract)
+        g = int4_group(contract)
         if contract.bias:
             x = torch.cat([x, _ones_column(x.shape[0], g, x.dtype)], 1)
         out: torch.Tensor = _int4pack_mm(x.contiguous(), codes, g, scales)

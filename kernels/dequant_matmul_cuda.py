@@ -5,10 +5,15 @@ from collections.abc import Sequence
 import torch
 
 from qinductor.contracts import short
-from qinductor.kernels.dequant_matmul import DEQUANT_MATMUL, DequantMatmul, Operands
+from qinductor.kernels.dequant_matmul import (
+    DEQUANT_MATMUL,
+    DequantMatmul,
+    Operands,
+    int4_group,
+    int4_scales,
+)
 
 aten = torch.ops.aten
-GROUPS = (256, 128, 64, 32)  # the group sizes of the kernel
 INNER_K_TILES = 8  # K must be a multiple of 16 times this
 
 
@@ -39,7 +44,7 @@ class Int4TensorCoreKernel:
             return "the product has a scale of its own; it takes one for each group of one row"
         if w.bn != 1:
             return f"the scale is {w.granularity}; it takes one for each group of one row"
-        if not _group(contract):
+        if not int4_group(contract):
             return f"groups have {w.bk} of K = {w.k}; it takes multiples of 32 that divide K"
         if w.n % 8 or w.k % (16 * INNER_K_TILES):
             return f"W is {w.n}x{w.k}; it takes multiples of 8 and {16 * INNER_K_TILES}"
@@ -53,11 +58,11 @@ class Int4TensorCoreKernel:
         tiles = (w.n // 8, w.k // (16 * INNER_K_TILES), 32, INNER_K_TILES // 2)
         return {
             "int4tiles": (tiles, torch.int32),
-            "int4tiles_scales": ((w.k // _group(contract), w.n, 2), torch.bfloat16),
+            "int4tiles_scales": ((w.k // int4_group(contract), w.n, 2), torch.bfloat16),
         }
 
     def pack(self, contract: DequantMatmul, source: Operands) -> dict[str, torch.Tensor]:
-        w, g = contract.weight, _group(contract)
+        w, g = contract.weight, int4_group(contract)
         codes, scale = source.weight.codes, source.weight.scale
         assert scale is not None
         codes = (codes + 8).to(torch.uint8)
@@ -65,9 +70,7 @@ class Int4TensorCoreKernel:
         scale = scale.repeat_interleave(w.k // g // scale.shape[1], 1)
         return {
             "int4tiles": aten._convert_weight_to_int4pack(pairs.contiguous(), INNER_K_TILES),
-            "int4tiles_scales": torch.stack(
-                [scale.t(), torch.zeros_like(scale.t())], -1
-            ).contiguous(),
+            "int4tiles_scales": int4_scales(scale),
         }
 
     def run(
@@ -75,14 +78,9 @@ class Int4TensorCoreKernel:
     ) -> torch.Tensor:
         codes, scales = packed
         out: torch.Tensor = aten._weight_int4pack_mm(
-            x.contiguous(), codes, _group(contract), scales
+            x.contiguous(), codes, int4_group(contract), scales
         )
         return out
-
-
-def _group(contract: DequantMatmul) -> int:
-    w = contract.weight
-    return next((g for g in GROUPS if w.k % w.bk == 0 and w.bk % g == 0), 0)
 
 
 DEQUANT_MATMUL.register(Int4TensorCoreKernel())

@@ -213,7 +213,8 @@ _compiling = threading.Lock()
 class Direct:
     """A graph of tensors compiled once by Inductor, with symbolic sizes, and called without guards.
 
-    The guards of `torch.compile` cost 25 us a call, as much as the loop itself on a small weight.
+    A call through `torch.compile` costs 29 us where there is nothing to compute (one thread of a
+    Xeon, torch 2.13), about what the loop takes for a small weight.
     Leaving them out is sound where every shape was compared with the reference on its first call.
     """
 
