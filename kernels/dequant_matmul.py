@@ -36,6 +36,8 @@ class DequantMatmul(Hashed):
     x, out        dtypes of the activation and of the result
     output_scale  dtype of a scale that the graph applies to the product, or None
     bias          whether the product itself adds a bias of shape [n]
+    experts       number of weights, of one format, in front of which x has an axis or is sorted into
+                  groups; 0 for a plain product
     """
 
     weight: WeightFormat
@@ -43,6 +45,7 @@ class DequantMatmul(Hashed):
     out: torch.dtype
     output_scale: torch.dtype | None
     bias: bool
+    experts: int = 0
 
     __hash__ = Hashed.__hash__
 
@@ -75,7 +78,7 @@ class Operands:
 def reference(contract: DequantMatmul, x: torch.Tensor, operands: Operands) -> torch.Tensor:
     """out[M, N] = x . W^T (* output_scale) (+ bias): each operation rounds as the graph's did."""
     weight = operands.weight
-    w = dequantize(contract.weight, weight.codes, weight.scale, weight.zero)
+    w = dequantize(weight)
     if operands.output_scale is None:
         return torch.nn.functional.linear(x, w, operands.bias)
     out = torch.nn.functional.linear(x, w) * operands.output_scale
@@ -184,10 +187,13 @@ class Reference:
         if w.bits == 4:
             found["halves"] = ((w.n + 1) // 2, w.k), torch.int8
         else:
-            found["codes"] = (w.n, w.k), getattr(torch, w.codes)
+            found["codes"] = (w.n, w.k), w.storage
         for name, shape, dtype in (
             ("scale", w.grid, w.scale),
             ("zero", w.grid, w.zero),
+            ("outer", (w.n,), w.outer),
+            ("table", (1 << w.bits,), w.table),
+            ("order", (w.k,), torch.int64 if w.permuted else None),
             ("output_scale", (w.n,), contract.output_scale),
             ("bias", (w.n,), contract.x if contract.bias else None),
         ):
@@ -198,8 +204,9 @@ class Reference:
     def pack(self, contract: DequantMatmul, source: Operands) -> dict[str, torch.Tensor]:
         w = source.weight
         tensors = {
-            "halves": halves(w.codes, w.format.codes == "int4") if w.format.bits == 4 else None,
+            "halves": halves(w.codes.to(torch.int8), w.format.codes == "int4") if w.format.bits == 4 else None,
             "codes": w.codes, "scale": w.scale, "zero": w.zero,
+            "outer": w.outer, "table": w.table, "order": w.order,
             "output_scale": source.output_scale, "bias": source.bias,
         }  # fmt: skip
         return {name: t for name in self.operands(contract) if (t := tensors[name]) is not None}
@@ -215,7 +222,9 @@ class Reference:
         codes = named.get("codes")
         if codes is None:
             codes = unpacked(named["halves"], contract.weight.n, contract.weight.codes == "int4")
-        weight = QuantizedWeight(contract.weight, codes, named.get("scale"), named.get("zero"))
+            codes = codes.to(contract.weight.storage)
+        parts = (named.get(name) for name in ("scale", "zero", "outer", "table", "order"))
+        weight = QuantizedWeight(contract.weight, codes, *parts)
         return Operands(weight, named.get("output_scale"), named.get("bias"))
 
 

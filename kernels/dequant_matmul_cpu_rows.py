@@ -50,7 +50,7 @@ def _check_finite(scale: torch.Tensor, source: Operands) -> None:
     w = source.weight
     if not scale.isfinite().all():  # what is added to K for a bias would be 0 * inf
         raise Refused("scales and bias must be finite; one is not")
-    if not dequantize(w.format, w.codes, w.scale, w.zero).isfinite().all():
+    if not dequantize(w).isfinite().all():
         raise Refused(f"W must be finite in {short(w.format.dtype)}; an element overflows")
 
 

@@ -38,7 +38,7 @@ class DenseWeight(Reference):
     def pack(self, contract: DequantMatmul, source: Operands) -> dict[str, torch.Tensor]:
         w = source.weight
         tensors = {
-            "dense": dequantize(contract.weight, w.codes, w.scale, w.zero),
+            "dense": dequantize(w),
             "output_scale": source.output_scale,
             "bias": source.bias,
         }

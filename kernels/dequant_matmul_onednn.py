@@ -68,11 +68,14 @@ class DequantStrips(Reference):
     def _proved(self, contract: DequantMatmul, packed: Sequence[torch.Tensor]) -> "Bound | None":
         """The strips of this contract, if they are bitwise the reference's."""
         form = contract.weight
+        plain = form.outer is None and form.table is None and not form.permuted
+        if not plain or form.bits not in (4, 8) or form.codes.startswith("float4"):
+            return None
         if not form.k or form.k % form.bk or form.n * form.bits % 8:
             return None  # ragged blocks along K, or a row without a partner in its byte
         bound = Bound(contract, list(self.operands(contract)))
         whole = self.whole(contract, packed).weight
-        w = dequantize(form, whole.codes, whole.scale, whole.zero)
+        w = dequantize(whole)
         try:
             strips = [(spans, bound.strip(spans, packed)) for spans in bound.strips]
         except Exception as error:
@@ -179,7 +182,7 @@ def _loop(form: WeightFormat, ones: tuple[bool, ...]) -> Loop:
     def w(codes: torch.Tensor, *grids: torch.Tensor) -> torch.Tensor:
         s = grids[0] if form.scale is not None else None
         z = grids[-1] if form.zero is not None else None
-        return arithmetic(form, codes, s, z)
+        return arithmetic(form, codes, {n: t for n, t in (("s", s), ("z", z)) if t is not None})
 
     def strip(codes: torch.Tensor, *grids: torch.Tensor) -> torch.Tensor:
         if form.bits == 8:

@@ -6,19 +6,14 @@ operator in a compiled (and cached) graph carries its contract as a string argum
 
 import dataclasses
 import functools
+import re
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch
 
 T = TypeVar("T")
 
-# Integer code types: name -> (smallest, largest code, bits a packed code takes).
-INT_CODES: dict[str, tuple[int, int, int]] = {
-    "int4": (-8, 7, 4),
-    "uint4": (0, 15, 4),
-    "int8": (-128, 127, 8),
-    "uint8": (0, 255, 8),
-}
 FLOAT_CODES: dict[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -28,8 +23,13 @@ FLOAT_CODES: dict[str, torch.dtype] = {
         torch.float8_e5m2fnuz,
     )
 }
-# How codes q, scale s and zero z make a weight. The order of operations decides the rounding.
-ARITHMETIC = ("q", "q-z", "q*s", "q/s", "(q-z)*s", "(q-z)/s", "q*s-z*s", "q*s+z")
+# Codebooks with a name of their own: the value of each code.
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+CODEBOOKS = {"float4_e2m1fn": (*_E2M1, *(-value for value in _E2M1))}
+_INTEGER_CODES = re.compile(r"(u?int)([1-8])")
+_TABLE_CODES = re.compile(r"table([1-8])")
+# How codes q, scales s and t and zero z make a weight; the order decides the rounding.
+_ARITHMETIC = re.compile(r"(q-z|\(q-z\)|q)((?:[*/][st]){0,2})(\+z|-z\*s)?")
 
 _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -47,16 +47,24 @@ class Hashed:
 
 @dataclasses.dataclass(frozen=True)
 class WeightFormat(Hashed):
-    """A quantised weight W[n, k] = arithmetic(q[n, k], s[n // bn, k // bk], z[n // bn, k // bk]).
+    """A quantised weight W[n, k] = arithmetic(q[n, k], s[n // bn, j], z[n // bn, j], t[n]).
 
-    codes       type of q: a key of `INT_CODES` or `FLOAT_CODES`
+    j = k // bk, or position[k] // bk where columns are permuted (act-order).
+
+    codes       type of q: "int1" to "int8", "uint1" to "uint8", a key of `FLOAT_CODES`, a key of
+                `CODEBOOKS`, or "table1" to "table8": q is an entry of a table of 2^bits values
     n, k        output and input features of the product that W feeds
     bn, bk      elements along n and along k that share one scale; the last block may be ragged
-    arithmetic  one of `ARITHMETIC`
+    arithmetic  q, q-z or (q-z), then *s or /s, *t or /t in the order they are applied, then +z or
+                -z*s; such as "(q-z)*s" or "q*s/t"
     scale, zero dtypes in which s and z are stored; None where the arithmetic has none
     inner       dtype in which q - z is computed
     compute     dtype of every other operation, each rounded in it
     dtype       dtype of W, converted from `compute`
+    outer       dtype of t, a second scale, one for each row; None where there is none
+    table       dtype of the table's entries; None where q is no entry of a table
+    permuted    whether blocks along k hold columns in another order than W's (act-order)
+    Errors: ValueError for codes or an arithmetic that do not exist.
     """
 
     codes: str
@@ -70,6 +78,16 @@ class WeightFormat(Hashed):
     inner: torch.dtype
     compute: torch.dtype
     dtype: torch.dtype
+    outer: torch.dtype | None = None
+    table: torch.dtype | None = None
+    permuted: bool = False
+
+    def __post_init__(self) -> None:
+        if _ARITHMETIC.fullmatch(self.arithmetic) is None:
+            raise ValueError(f"no arithmetic: {self.arithmetic!r}; wanted such as '(q-z)*s/t'")
+        named = self.codes in FLOAT_CODES or self.codes in CODEBOOKS
+        if not named and not any(p.fullmatch(self.codes) for p in (_INTEGER_CODES, _TABLE_CODES)):
+            raise ValueError(f"no code type: {self.codes!r}")
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -79,7 +97,16 @@ class WeightFormat(Hashed):
     @property
     def bits(self) -> int:
         """Bits that one packed code takes."""
-        return INT_CODES[self.codes][2] if self.codes in INT_CODES else 8
+        if self.codes in CODEBOOKS:
+            return (len(CODEBOOKS[self.codes]) - 1).bit_length()
+        return 8 if self.codes in FLOAT_CODES else int(self.codes[-1])
+
+    @property
+    def storage(self) -> torch.dtype:
+        """dtype that holds one code an element: int8 for signed integers, else uint8 or float8."""
+        if self.codes in FLOAT_CODES:
+            return FLOAT_CODES[self.codes]
+        return torch.int8 if self.codes.startswith("int") else torch.uint8
 
     @property
     def granularity(self) -> str:
@@ -98,6 +125,15 @@ class WeightFormat(Hashed):
 
     def __str__(self) -> str:
         return render(self)
+
+
+def code_range(codes: str) -> tuple[int, int] | None:
+    """(smallest, largest code) of an integer code type; None for floats and codebooks."""
+    match = _INTEGER_CODES.fullmatch(codes)
+    if match is None:
+        return None
+    bits = int(match[2])
+    return (0, (1 << bits) - 1) if match[1] == "uint" else (-1 << bits - 1, (1 << bits - 1) - 1)
 
 
 def short(dtype: torch.dtype | None) -> str:
@@ -163,34 +199,62 @@ def _value(kind: Any, name: str, text: str) -> Any:
 class QuantizedWeight:
     """A weight that was proved to be what its format says.
 
-    codes        [n, k], one code an element: int8, uint8 or a float8 dtype
+    codes        [n, k], one code an element, in `format.storage`
     scale, zero  shape `format.grid`, in the dtypes that the format names; or None
+    outer        [n], the second scale; or None
+    table        [2^bits], the value of each code; or None
+    order        int64[k]; j -> the column of W that stands at position j, blocks are of positions;
+                 or None where columns are not permuted
     """
 
     format: WeightFormat
     codes: torch.Tensor
-    scale: torch.Tensor | None
-    zero: torch.Tensor | None
+    scale: torch.Tensor | None = None
+    zero: torch.Tensor | None = None
+    outer: torch.Tensor | None = None
+    table: torch.Tensor | None = None
+    order: torch.Tensor | None = None
+
+    def rows(self, start: int, count: int) -> "QuantizedWeight":
+        """These rows alone; `start` must be at a block border."""
+        form, blocks = self.format, slice(start // self.format.bn, None)
+        count = min(count, form.n - start)
+        grids = [
+            t if t is None else t[blocks][: -(-count // form.bn)] for t in (self.scale, self.zero)
+        ]
+        return dataclasses.replace(
+            self,
+            format=dataclasses.replace(form, n=count, bn=min(form.bn, count)),
+            codes=self.codes[start : start + count],
+            scale=grids[0],
+            zero=grids[1],
+            outer=None if self.outer is None else self.outer[start : start + count],
+        )
 
 
-def dequantize(
-    form: WeightFormat,
-    codes: torch.Tensor,
-    scale: torch.Tensor | None,
-    zero: torch.Tensor | None,
-) -> torch.Tensor:
-    """W[n, k] in `form.dtype`: the specification of a weight format. The arguments may also be a
-    strip of rows that starts at a block border."""
-    rows, k = codes.shape
-    if k % form.bk == 0:  # whole blocks: broadcast over [rows, blocks, bk]
-        w = arithmetic(form, codes.view(rows, -1, form.bk), *(
-            None if t is None else by_row(form, t, rows)[:, :, None] for t in (scale, zero)
-        ))  # fmt: skip
-        return w.view(rows, k)
-    return arithmetic(form, codes, *(
-        None if t is None else by_row(form, t, rows).repeat_interleave(form.bk, 1)[:, :k]
-        for t in (scale, zero)
-    ))  # fmt: skip
+def dequantize(weight: QuantizedWeight) -> torch.Tensor:
+    """W[n, k] in `format.dtype`: the specification of a weight format."""
+    form, codes = weight.format, weight.codes
+    if weight.order is not None:
+        codes = codes[:, weight.order]
+    q = decoded(form, codes, weight.table)
+    named = {"s": weight.scale, "z": weight.zero}
+    values = {
+        name: by_row(form, grid, form.n).repeat_interleave(form.bk, 1)[:, : form.k]
+        for name, grid in named.items()
+        if grid is not None
+    }
+    if weight.outer is not None:
+        values["t"] = weight.outer[:, None]
+    w = arithmetic(form, q, values)
+    return w if weight.order is None else w[:, weight.order.argsort()]
+
+
+def decoded(form: WeightFormat, codes: torch.Tensor, table: torch.Tensor | None) -> torch.Tensor:
+    """The values of codes; integers and float8 are their own."""
+    if form.codes in CODEBOOKS:
+        table = torch.tensor(CODEBOOKS[form.codes], device=codes.device)
+    return codes if table is None else table[codes.int()]
 
 
 def by_row(form: WeightFormat, grid: torch.Tensor, rows: int) -> torch.Tensor:
@@ -199,18 +263,22 @@ def by_row(form: WeightFormat, grid: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def arithmetic(
-    form: WeightFormat, q: torch.Tensor, s: torch.Tensor | None, z: torch.Tensor | None
+    form: WeightFormat, q: torch.Tensor, values: Mapping[str, torch.Tensor]
 ) -> torch.Tensor:
-    """What `form.arithmetic` says, on tensors that broadcast; every operation rounds."""
-    if z is not None and form.arithmetic.startswith(("(q-z)", "q-z")):
-        q = q.to(form.inner) - z.to(form.inner)
+    """What `form.arithmetic` says, on tensors s, z and t that broadcast; every operation rounds."""
+    match = _ARITHMETIC.fullmatch(form.arithmetic)
+    assert match is not None  # the format checked it
+    head, scales, tail = match.groups()
+    if head != "q":
+        q = q.to(form.inner) - values["z"].to(form.inner)
     w = q.to(form.compute)
-    if s is not None:
-        s = s.to(form.compute)
-        w = w / s if form.arithmetic.endswith("/s") else w * s
-        if z is not None and form.arithmetic.startswith("q*s"):
-            z = z.to(form.compute)
-            w = w + z if form.arithmetic == "q*s+z" else w - z * s
+    for step, name in zip(scales[::2], scales[1::2], strict=True):
+        value = values[name].to(form.compute)
+        w = w / value if step == "/" else w * value
+    if tail == "+z":
+        w = w + values["z"].to(form.compute)
+    elif tail:
+        w = w - values["z"].to(form.compute) * values["s"].to(form.compute)
     return w.to(form.dtype)
 
 

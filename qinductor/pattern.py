@@ -20,8 +20,9 @@ class Lowering:
     """A proved site, ready to be rewritten.
 
     op, contract, plan  what runs it
+    operator            name of the torch operator: the op's own, or another form of it
     replaced            the node whose value the operator gives
-    x                   the operator's activation
+    inputs              the operator's activations
     bypassed            (node, the operand that takes its place) for nodes the operator absorbs
     leaves, signature   the constants that are packed, and what is done with them
     pack                leaves' tensors -> {name: packed tensor}; proves again, or raises Refused
@@ -32,8 +33,9 @@ class Lowering:
     op: Op
     contract: Any
     plan: Plan
+    operator: str
     replaced: Node
-    x: Node
+    inputs: tuple[Node, ...]
     bypassed: tuple[tuple[Node, Node], ...]
     leaves: tuple[Leaf, ...]
     signature: str

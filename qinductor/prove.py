@@ -8,7 +8,7 @@ import torch
 
 from qinductor.contracts import (
     FLOAT_CODES,
-    INT_CODES,
+    code_range,
     QuantizedWeight,
     WeightFormat,
     dequantize,
@@ -56,9 +56,7 @@ def _differs(weight: QuantizedWeight, value: torch.Tensor) -> str:
     form = weight.format
     rows = min(max(STRIP // form.bn, 1) * form.bn, form.n)
     for part in (rows, form.n):
-        blocks = -(-part // form.bn)
-        scale, zero = (t if t is None else t[:blocks] for t in (weight.scale, weight.zero))
-        found = difference(dequantize(form, weight.codes[:part], scale, zero), value[:part])
+        found = difference(dequantize(weight.rows(0, part)), value[:part])
         if found:
             return f"{form.codes} {form.granularity} {form.arithmetic} in {form.compute}: {found}"
     return ""
@@ -76,7 +74,7 @@ def _codes(
         odd = whole[whole != whole.round()]
         raise Refused(f"codes must be whole numbers; under unit scales W has {float(odd[0])!r}")
     name = _code_type(whole, structure.signed)
-    return name, whole.to(_storage(name)).contiguous()
+    return name, whole.to(base_storage(name)).contiguous()
 
 
 def _code_type(codes: torch.Tensor, signed: bool) -> str:
@@ -84,13 +82,14 @@ def _code_type(codes: torch.Tensor, signed: bool) -> str:
     low, high = (int(codes.min()), int(codes.max())) if codes.numel() else (0, 0)
     narrow = ("int4", "uint4") if signed else ("uint4", "int4")
     for name in (*narrow, "int8", "uint8"):
-        if INT_CODES[name][0] <= low and high <= INT_CODES[name][1]:
+        smallest, largest = code_range(name)
+        if smallest <= low and high <= largest:
             return name
     raise Refused(f"codes must fit int8 or uint8; they run from {low} to {high}")
 
 
-def _storage(name: str) -> torch.dtype:
-    return torch.uint8 if name == "uint8" else torch.int8
+def base_storage(name: str) -> torch.dtype:
+    return torch.int8 if name.startswith("int") else torch.uint8
 
 
 def _common(
@@ -158,4 +157,4 @@ def _without_zero(
         name = _code_type(moved, signed or first > 0)
     except Refused:
         return None
-    return name, moved.to(_storage(name))
+    return name, moved.to(base_storage(name))

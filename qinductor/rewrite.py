@@ -23,14 +23,14 @@ def rewrite(graph: Graph, lowering: Lowering) -> list[torch.Tensor]:
             torch.empty(shape, dtype=dtype, device=old.device) for shape, dtype in operands.values()
         ]
         texts = str(lowering.contract), str(lowering.plan)
-        target = getattr(torch.ops.qinductor, lowering.op.name).default
-        new = target(lowering.x.meta["val"], fakes, *texts)
+        target = getattr(torch.ops.qinductor, lowering.operator).default
+        new = target(*(node.meta["val"] for node in lowering.inputs), fakes, *texts)
     _check(old, new, str(replaced.target))
     for node, operand in lowering.bypassed:
         _check(node.meta["val"], operand.meta["val"], str(node.target))
     holders = [_placeholder(graph, name, fake) for name, fake in zip(operands, fakes, strict=True)]
     with graph.inserting_before(replaced):
-        node = graph.call_function(target, (lowering.x, holders, *texts))
+        node = graph.call_function(target, (*lowering.inputs, holders, *texts))
     node.meta = {**replaced.meta, "val": new}
     for absorbed, operand in lowering.bypassed:
         absorbed.replace_all_uses_with(operand)

@@ -61,7 +61,7 @@ def identified(
     structure = identify(cut, held(cut, leaves))
     weight = read(cut, structure, held(cut, leaves))
     value = f(*leaves)
-    ours = dequantize(weight.format, weight.codes, weight.scale, weight.zero)
+    ours = dequantize(weight)
     assert not difference(ours, value.t() if n_axis else value)
     assert structure.evaluations <= BUDGET - 2
     return structure, weight
@@ -583,7 +583,7 @@ def test_a_structure_serves_other_weights_of_its_signature():
     assert one.signature != region(gptq, GPTQ, 0).signature
     structure = identify(one, held(one, GPTQ))
     weight = read(two, structure, held(two, other))
-    ours = dequantize(weight.format, weight.codes, weight.scale, weight.zero)
+    ours = dequantize(weight)
     assert not difference(ours, gptq(*other).t())
 
 

@@ -87,7 +87,7 @@ def hold(
 ) -> None:
     """Our products to the oracle, against the graph's own operations run by eager."""
     weight = source.weight
-    w = dequantize(contract.weight, weight.codes, weight.scale, weight.zero)
+    w = dequantize(weight)
     eager = [linear(x, w, source.bias) for x in xs]
     if source.output_scale is not None:
         eager = [out * source.output_scale for out in eager]
@@ -265,7 +265,7 @@ def check_reference(case: Case) -> None:
     contract = dataclasses.replace(case.contract, x=torch.float64, out=torch.float64)
     x, source = case.make()
     w = source.weight
-    wide = dequantize(contract.weight, w.codes, w.scale, w.zero).double()
+    wide = dequantize(w).double()
     form = dataclasses.replace(contract.weight, dtype=torch.float64)
     operands = Operands(
         QuantizedWeight(form, w.codes, w.scale, w.zero),
