@@ -150,6 +150,8 @@ def render(contract: Any, prefix: str = "") -> str:
     for field in dataclasses.fields(contract):
         value = getattr(contract, field.name)
         name = prefix + field.name
+        if value == field.default:  # `parse` knows it
+            continue
         if dataclasses.is_dataclass(value):
             words.append(render(value, name + "."))
         elif isinstance(value, torch.dtype):
@@ -173,6 +175,8 @@ def _build(kind: type[T], words: dict[str, str], prefix: str) -> T:
         name = prefix + field.name
         if dataclasses.is_dataclass(field.type):
             values[field.name] = _build(field.type, words, name + ".")  # type: ignore[arg-type]
+        elif name not in words and field.default is not dataclasses.MISSING:
+            values[field.name] = field.default
         elif name not in words:
             raise ValueError(f"a {kind.__name__} needs the field {name!r}, got {sorted(words)}")
         else:
