@@ -31,6 +31,7 @@ from qinductor.regions import (
     MOVES,
     PRODUCTS,
     VIEWS,
+    Axes,
     Region,
     Scope,
     aten,
@@ -228,7 +229,7 @@ def _parts(node: Node, scope: Scope) -> tuple[Parts, Node, tuple[tuple[Node, Nod
     if value.dtype not in FLOATS:
         raise Refused(f"x must be bf16, fp16 or fp32; it is {short(value.dtype)}")
     _check_other_users(node, order, elements)
-    region = extract(weight, order, scope, n_axis=1)
+    region = extract(weight, order, scope, Axes(n=1, k=0))
     if region.device != value.device:
         raise Refused(f"weight and x must be on one device; {region.device} and {value.device}")
     bias = None if at_bias is None else _bias(node, at_bias, scope)
@@ -309,7 +310,7 @@ def _product_scale(node: Node, scope: Scope) -> tuple[Region | None, tuple[tuple
 
 
 def _vector(node: Node, order: list[Node], scope: Scope) -> Region:
-    return extract(node, order, scope, n_axis=0)
+    return extract(node, order, scope, Axes(n=0))
 
 
 def _check_format(weight: QuantizedWeight, contract: DequantMatmul) -> None:

@@ -1,15 +1,21 @@
 """A region as a function of its codes and parameters, run on probes."""
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch.fx import Node
 
 from qinductor.errors import Refused
-from qinductor.regions import CASTS, INTEGER, MOVES, Region, evaluate
-from qinductor.rows import Prefix, Rows, Untracked
+from qinductor.regions import CASTS, INTEGER, MOVES, Region, aten, evaluate
+from qinductor.rows import Prefix, Rows
 
 BUDGET = 40  # evaluations of one region, the two whole ones of `read` included
+# What reads entries of its first argument at the places that another argument names.
+LOOKUPS = {
+    aten.index.Tensor, aten._unsafe_index.Tensor, aten.index_select.default, aten.gather.default,
+    aten.embedding.default, aten.take.default,
+}  # fmt: skip
 COUNTING = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 
 
@@ -17,89 +23,152 @@ class Reduced:
     """A region as a function of its codes and parameters.
 
     chains   parameter -> the dtypes it is converted to on its way into the arithmetic
+    tables   inputs that are looked up by code: they keep their values
     nodes    the function in order: fixed inputs (real values: indices), codes, parameters, the rest
     """
 
-    def __init__(self, region: Region, code: Node) -> None:
+    def __init__(self, region: Region, code: Node, leaves: Sequence[torch.Tensor]) -> None:
         dependent = descendants(region.nodes, {code})
         self.region, self.code = region, code
+        self.leaves = dict(zip(region.inputs, leaves, strict=True))
+        # One number that the graph itself holds is part of the arithmetic.
+        held = descendants(region.nodes, {*region.inputs})
+        numbers = {n for n in region.nodes if n not in held and n.meta["val"].numel() == 1}
         self.chains: dict[Node, set[torch.dtype]] = {}
+        self.tables: set[Node] = set()
         for node in (n for n in region.nodes if n in dependent):
             for source in node.all_input_nodes:
-                if node is not code and source not in dependent:
+                if node.target in LOOKUPS and source is node.args[0] and source not in dependent:
+                    self.tables.add(source)
+                elif node is not code and source not in dependent and source not in numbers:
                     narrowest, dtypes = _narrowest(source)
                     self.chains.setdefault(narrowest, set()).update(dtypes)
-        given = {code, *self.chains}
+        given = {code, *self.chains, *self.tables}
         needed = _ancestors([region.output], given)
         moving = descendants(region.nodes, given) & needed - given
         order = [node for node in region.nodes if node in moving]
         self.fixed = [
             node
             for node in dict.fromkeys(s for other in order for s in other.all_input_nodes)
-            if node not in moving and node not in given
+            if node not in moving and node not in {code, *self.chains}
         ]
         self.nodes = [*self.fixed, code, *self.chains, *order]
 
-    def real(self, leaves: Sequence[torch.Tensor]) -> dict[Node, torch.Tensor]:
+    def real(self) -> dict[Node, torch.Tensor]:
         """Real values of parameters, fixed inputs and codes."""
-        region, wanted = self.region, [self.code, *self.chains, *self.fixed]
-        env = {**region.constants, **dict(zip(region.inputs, leaves, strict=True))}
+        wanted = [self.code, *self.chains, *self.fixed]
+        return dict(zip(wanted, self._evaluated(wanted, lambda t: t), strict=True))
+
+    def computed(self, node: Node, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """The value of one of these with every leaf changed."""
+        return self._evaluated([node], change)[0]
+
+    def _evaluated(
+        self, wanted: Sequence[Node], change: Callable[[torch.Tensor], torch.Tensor]
+    ) -> list[torch.Tensor]:
+        leaves = {node: change(leaf) for node, leaf in self.leaves.items()}
+        env = {**self.region.constants, **leaves}
         needed = _ancestors(wanted, set(env))
-        nodes = [node for node in region.nodes if node in needed]
-        return dict(zip(wanted, evaluate(nodes, env, wanted), strict=True))
+        return evaluate([n for n in self.region.nodes if n in needed], env, wanted)
 
 
 class Prober:
-    """Runs the reduced region on the first `rows` rows with chosen fills, and counts the runs.
+    """Runs the reduced region on its first rows with chosen fills, and counts the runs.
 
-    real   what `Reduced.real` gives
-    spent  runs that earlier probers of this region took: they count against the budget
+    spent   runs that earlier probers of this region took: they count against the budget
+    rows    of W that the probes give: at least those asked for, or all
+    fills   values of the code tensor that the region takes, see `_fills`
     """
 
-    def __init__(
-        self, reduced: Reduced, real: Mapping[Node, torch.Tensor], rows: int, spent: int
-    ) -> None:
-        region = reduced.region
-        self.rows, self.evaluations = min(rows, region.shape[0]), spent
-        prefix = Prefix(region.n_axis, rows) if rows < region.shape[0] else None
-        try:
-            self.function = Rows(reduced.nodes, region.output, prefix)
-        except Untracked:
-            self.rows = region.shape[0]
-            self.function = Rows(reduced.nodes, region.output, None)
+    def __init__(self, reduced: Reduced, rows: int, spent: int) -> None:
+        region, real = reduced.region, reduced.real()
+        axis, unit = region.row_axis
+        parts = -(-min(rows, region.shape[0]) // unit)
+        self.rows, self.evaluations = parts * unit, spent
+        prefix = Prefix(axis, parts) if self.rows < region.shape[0] else None
+        self.function = Rows(reduced.nodes, region.output, prefix)
         self.region, self.code = region, reduced.code
         self.values = {n: self.function.take(n, t).cpu() for n, t in real.items()}
-        self.bits, self.whole_words = _width(real[reduced.code], region)
+        self.density = bits_each(real[reduced.code], region)
+        self.fills = list(_fills(self.values[self.code], self.density))
+        self.given: dict[Node, torch.Tensor] = {}
 
     def like(self, node: Node, value: float) -> torch.Tensor:
         """A parameter filled with one value."""
         held = self.values[node]
         return torch.full(held.shape, value, dtype=torch.float32).to(held.dtype)
 
-    def fill(self, value: int) -> torch.Tensor:
-        """The code tensor with every code equal to `value`."""
-        held = self.values[self.code]
-        if not held.is_floating_point() and not self.whole_words:
-            packed = torch.empty(held.shape, dtype=held.dtype)
-            packed.view(torch.uint8).fill_(value | value << 4 if self.bits == 4 else value)
-            return packed
-        return self.like(self.code, value)
-
-    def __call__(self, code: int, given: Mapping[Node, torch.Tensor]) -> torch.Tensor:
-        """W[rows, K] in float64 for this code everywhere."""
+    def __call__(self, fill: torch.Tensor, given: Mapping[Node, torch.Tensor]) -> torch.Tensor:
+        """W[rows, K] in float64 for these codes; parameters not given are as set by `settle`."""
         self.evaluations += 1
         if self.evaluations > BUDGET - 2:
             raise Refused(f"identification needs more than {BUDGET} evaluations of the region")
-        env = {**self.values, **given, self.code: self.fill(code)}
+        env = {**self.values, **self.given, **given, self.code: fill}
         return self.region.oriented(self.function(env)).double()
 
+    def settle(self, given: Mapping[Node, torch.Tensor]) -> list[torch.Tensor]:
+        """Sets parameters for the probes that follow; W for each fill. Drops fills that fail."""
+        self.given.update(given)
+        found, kept, failed = [], [], ""
+        for fill in self.fills:
+            try:
+                value = self(fill, {})
+            except (RuntimeError, IndexError) as error:  # such as a code beyond the table's end
+                failed = str(error).strip().partition("\n")[0]
+                continue
+            if value.isfinite().all():
+                found.append(value)
+                kept.append(fill)
+            elif fill is self.values[self.code]:
+                raise Refused("under unit scales W must be finite for the codes it holds")
+        if not found:
+            raise Refused(f"it gives no finite value for any codes tried; {failed}".rstrip("; "))
+        self.fills = kept
+        return found
 
-def _width(codes: torch.Tensor, region: Region) -> tuple[int, bool]:
-    """(bits of one packed code, whether each has a word of its own)."""
+
+def bits_each(codes: torch.Tensor, region: Region) -> float:
+    """Bits of the code tensor for each element of W; 8 and more where each has its own word."""
     elements = region.shape[0] * region.shape[1]
     if codes.numel() == elements:
-        return 8, True
-    return (8 if codes.numel() * codes.itemsize >= elements else 4), False
+        return max(8.0, codes.itemsize * 8)
+    return codes.numel() * codes.itemsize * 8 / elements
+
+
+def _fills(real: torch.Tensor, density: float) -> Iterator[torch.Tensor]:
+    """Values to try for the code tensor.
+
+    All bits set and all clear give every element the same code in any packing by bits; random words
+    reach the others, and the real codes are always in range of what they index.
+    """
+    if real.is_floating_point():
+        for value in (1, 2):
+            yield torch.full(real.shape, value, dtype=torch.float32).to(real.dtype)
+        return
+    if real.dtype is torch.bool or density >= 8:
+        for value in (1, 0) if real.dtype is torch.bool else (5, 3, 1):
+            yield torch.full(real.shape, value, dtype=real.dtype)
+    else:
+        for byte in (0xFF, 0x00, 0x55):
+            filled = torch.empty(real.shape, dtype=real.dtype)
+            filled.view(torch.uint8).fill_(byte)
+            yield filled
+        random = torch.empty(real.shape, dtype=real.dtype)
+        seeded = torch.Generator().manual_seed(0)
+        view = random.view(torch.uint8)
+        view.copy_(torch.randint(0, 256, view.shape, generator=seeded))
+        yield random
+    yield real
+
+
+def told_apart(values: Sequence[torch.Tensor]) -> list[int]:
+    """The fewest of these fills for which every element takes two values; empty if none do."""
+    for size in range(2, len(values) + 1):
+        for chosen in itertools.combinations(range(len(values)), size):
+            first, *others = (values[i] for i in chosen)
+            if torch.stack([first != other for other in others]).any(0).all():
+                return list(chosen)
+    return []
 
 
 def _narrowest(node: Node) -> tuple[Node, set[torch.dtype]]:
