@@ -1,7 +1,7 @@
 """A region as a function of its codes and parameters, run on probes."""
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch.fx import Node
@@ -77,7 +77,7 @@ class Prober:
 
     spent   runs that earlier probers of this region took: they count against the budget
     rows    of W that the probes give: at least those asked for, or all
-    fills   values of the code tensor that the region takes, see `_fills`
+    fills   values of the code tensor, see `_fills`; `spare` ones are for where these do not do
     """
 
     def __init__(self, reduced: Reduced, rows: int, spent: int) -> None:
@@ -90,13 +90,12 @@ class Prober:
         self.region, self.code = region, reduced.code
         self.values = {n: self.function.take(n, t).cpu() for n, t in real.items()}
         self.density = bits_each(real[reduced.code], region)
-        self.fills = list(_fills(self.values[self.code], self.density))
+        self.fills, self.spare = _fills(self.values[self.code], self.density)
         self.given: dict[Node, torch.Tensor] = {}
 
     def like(self, node: Node, value: float) -> torch.Tensor:
         """A parameter filled with one value."""
-        held = self.values[node]
-        return torch.full(held.shape, value, dtype=torch.float32).to(held.dtype)
+        return _filled(self.values[node], value)
 
     def __call__(self, fill: torch.Tensor, given: Mapping[Node, torch.Tensor]) -> torch.Tensor:
         """W[rows, K] in float64 for these codes; parameters not given are as set by `settle`."""
@@ -135,30 +134,31 @@ def bits_each(codes: torch.Tensor, region: Region) -> float:
     return codes.numel() * codes.itemsize * 8 / elements
 
 
-def _fills(real: torch.Tensor, density: float) -> Iterator[torch.Tensor]:
-    """Values to try for the code tensor.
+def _fills(real: torch.Tensor, density: float) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Values to try for the code tensor, and others for when these tell no codes apart.
 
     All bits set and all clear give every element the same code in any packing by bits; random words
-    reach the others, and the real codes are always in range of what they index.
+    reach other codes; the real ones are always in range of what they index.
     """
     if real.is_floating_point():
-        for value in (1, 2):
-            yield torch.full(real.shape, value, dtype=torch.float32).to(real.dtype)
-        return
-    if real.dtype is torch.bool or density >= 8:
-        for value in (1, 0) if real.dtype is torch.bool else (5, 3, 1):
-            yield torch.full(real.shape, value, dtype=real.dtype)
-    else:
-        for byte in (0xFF, 0x00, 0x55):
-            filled = torch.empty(real.shape, dtype=real.dtype)
-            filled.view(torch.uint8).fill_(byte)
-            yield filled
-        random = torch.empty(real.shape, dtype=real.dtype)
-        seeded = torch.Generator().manual_seed(0)
-        view = random.view(torch.uint8)
-        view.copy_(torch.randint(0, 256, view.shape, generator=seeded))
-        yield random
-    yield real
+        return [_filled(real, 1), _filled(real, 2)], []
+    if real.dtype is torch.bool:
+        return [_filled(real, 1), _filled(real, 0), real], []
+    random = torch.empty(real.shape, dtype=real.dtype)
+    view, seeded = random.view(torch.uint8), torch.Generator().manual_seed(0)
+    view.copy_(torch.randint(0, 256, view.shape, generator=seeded))
+    words = [_filled(real, value) for value in (5, 3, 1)]
+    bits = []
+    for byte in (0xFF, 0x00, 0x55):
+        bits.append(torch.empty(real.shape, dtype=real.dtype))
+        bits[-1].view(torch.uint8).fill_(byte)
+    if density >= 8:
+        return [*words[:2], real], [*bits, random, *words[2:]]
+    return [*bits[:2], random, real], [*bits[2:], *words]
+
+
+def _filled(like: torch.Tensor, value: float) -> torch.Tensor:
+    return torch.full(like.shape, value, dtype=torch.float32).to(like.dtype)
 
 
 def told_apart(values: Sequence[torch.Tensor]) -> list[int]:

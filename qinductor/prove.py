@@ -16,7 +16,8 @@ from qinductor.contracts import (
     difference,
 )
 from qinductor.errors import Refused
-from qinductor.identify import Parameter, Structure
+from qinductor.identify import Structure
+from qinductor.locate import Parameter
 from qinductor.probe import Reduced
 from qinductor.regions import Region, evaluate
 

@@ -101,8 +101,11 @@ class Region:
         holders = [node for node in order if node.op == "placeholder"]
         self.leaves = tuple(scope.leaves[node] for node in holders)
         for node in [*holders, *(node for node in order if node.op != "placeholder")]:
-            arguments = torch.fx.node.map_arg((node.args, dict(node.kwargs)), copies.__getitem__)
-            key = f"{node.op} {node.target} {arguments}"
+            if isinstance(node.meta.get("val"), (list, tuple)):
+                continue  # its parts are slices of what it splits
+            target, whole = _part(node)
+            arguments = torch.fx.node.map_arg(whole, copies.__getitem__)
+            key = f"{node.op} {target} {arguments} {node.kwargs}"
             if key in same:
                 copies[node] = same[key]
                 continue
@@ -111,6 +114,8 @@ class Region:
                 self.constants[copies[node]] = _attribute(node)
             elif node.op == "placeholder":
                 copies[node] = self.graph.placeholder(f"leaf_{len(copies)}")
+            elif target is not node.target:
+                copies[node] = self.graph.call_function(target, arguments)
             else:
                 copies[node] = self.graph.node_copy(node, copies.__getitem__)
             same[key] = copies[node]
@@ -118,7 +123,7 @@ class Region:
             copies[node].meta = {"val": node.meta.get("val", known)}
         self.output = copies[output]
         self.inputs = [copies[node] for node in holders]
-        self.nodes = list(dict.fromkeys(copies[node] for node in order))
+        self.nodes = list(dict.fromkeys(copies[node] for node in order if node in copies))
         value = output.meta["val"]
         sizes = [int(size) for size in value.shape]
         self.experts = 1 if axes.expert is None else sizes[axes.expert]
@@ -153,7 +158,8 @@ class Region:
         axes = self.axes
         if axes.k is None:
             return value.reshape(-1, 1)
-        order = [axis for axis in (axes.expert, axes.n, axes.k) if axis is not None]
+        last = [axis for axis in (axes.expert, axes.n, axes.k) if axis is not None]
+        order = [axis for axis in range(value.dim()) if axis not in last] + last  # of size 1
         return value.permute(order).reshape(-1, self.shape[1])
 
     @property
@@ -162,6 +168,27 @@ class Region:
         if self.axes.expert is None:
             return self.axes.n, 1
         return self.axes.expert, self.shape[0] // self.experts
+
+
+def _part(node: Node) -> tuple[Any, tuple[Any, ...]]:
+    """(operator, arguments) of a node; what takes a part of a split takes it of the whole."""
+    if node.target is not operator.getitem:
+        return node.target, node.args
+    split, i = node.args
+    assert isinstance(split, Node) and isinstance(i, int)
+    source, *rest = split.args
+    given: Any = (*rest, 0)[:2]
+    if split.target is aten.unbind.int:
+        return aten.select.int, (source, given[0], i)
+    if split.target not in (aten.split.Tensor, aten.split_with_sizes.default):
+        raise Refused(f"the weight is taken from the results of {split.target}")
+    sizes, dim = given
+    ends = (
+        [j * sizes for j in (i, i + 1)]
+        if isinstance(sizes, int)
+        else [sum(sizes[:j]) for j in (i, i + 1)]
+    )
+    return aten.slice.Tensor, (source, dim, *ends)
 
 
 def evaluate(
