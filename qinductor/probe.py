@@ -1,7 +1,8 @@
 """A region as a function of its codes and parameters, run on probes."""
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch.fx import Node
@@ -16,6 +17,7 @@ LOOKUPS = {
     aten.index.Tensor, aten._unsafe_index.Tensor, aten.index_select.default, aten.gather.default,
     aten.embedding.default, aten.take.default,
 }  # fmt: skip
+SAMPLE = 1 << 16  # elements in which values are counted
 COUNTING = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 
 
@@ -31,9 +33,12 @@ class Reduced:
         dependent = descendants(region.nodes, {code})
         self.region, self.code = region, code
         self.leaves = dict(zip(region.inputs, leaves, strict=True))
-        # One number that the graph itself holds is part of the arithmetic.
+        # One number, or integers, that the graph itself holds are part of the arithmetic.
         held = descendants(region.nodes, {*region.inputs})
-        numbers = {n for n in region.nodes if n not in held and n.meta["val"].numel() == 1}
+        numbers = {
+            n for n in region.nodes
+            if n not in held and (n.meta["val"].numel() == 1 or n.meta["val"].dtype in INTEGER)
+        }  # fmt: skip
         self.chains: dict[Node, set[torch.dtype]] = {}
         self.tables: set[Node] = set()
         for node in (n for n in region.nodes if n in dependent):
@@ -57,17 +62,13 @@ class Reduced:
     def real(self) -> dict[Node, torch.Tensor]:
         """Real values of parameters, fixed inputs and codes."""
         wanted = [self.code, *self.chains, *self.fixed]
-        return dict(zip(wanted, self._evaluated(wanted, lambda t: t), strict=True))
+        return dict(zip(wanted, self.computed(wanted, {}), strict=True))
 
-    def computed(self, node: Node, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """The value of one of these with every leaf changed."""
-        return self._evaluated([node], change)[0]
-
-    def _evaluated(
-        self, wanted: Sequence[Node], change: Callable[[torch.Tensor], torch.Tensor]
+    def computed(
+        self, wanted: Sequence[Node], changed: Mapping[Node, torch.Tensor]
     ) -> list[torch.Tensor]:
-        leaves = {node: change(leaf) for node, leaf in self.leaves.items()}
-        env = {**self.region.constants, **leaves}
+        """Values of nodes, with some leaves changed."""
+        env = {**self.region.constants, **self.leaves, **changed}
         needed = _ancestors(wanted, set(env))
         return evaluate([n for n in self.region.nodes if n in needed], env, wanted)
 
@@ -77,6 +78,7 @@ class Prober:
 
     spent   runs that earlier probers of this region took: they count against the budget
     rows    of W that the probes give: at least those asked for, or all
+    planes  other integer inputs that may hold bits of the codes, and how many for each element
     fills   values of the code tensor, see `_fills`; `spare` ones are for where these do not do
     """
 
@@ -87,11 +89,21 @@ class Prober:
         self.rows, self.evaluations = parts * unit, spent
         prefix = Prefix(axis, parts) if self.rows < region.shape[0] else None
         self.function = Rows(reduced.nodes, region.output, prefix)
-        self.region, self.code = region, reduced.code
+        self.region, self.code, self.parameters = region, reduced.code, reduced.chains
         self.values = {n: self.function.take(n, t).cpu() for n, t in real.items()}
-        self.density = bits_each(real[reduced.code], region)
-        self.fills, self.spare = _fills(self.values[self.code], self.density)
+        self.fills, self.spare = _fills(self.values[self.code], bits_each(reduced.code, region))
+        # Other integers with a bit for each element may hold more bits of the codes.
+        planes = [n for n in (*reduced.fixed, *reduced.chains) if real[n].dtype in INTEGER]
+        self.planes = {
+            n: math.log2(max(2, len(real[n].flatten()[:SAMPLE].unique())))
+            for n in planes if bits_each(n, region) >= 1
+        }  # fmt: skip
         self.given: dict[Node, torch.Tensor] = {}
+
+    def density(self, parameters: Iterable[Node]) -> float:
+        """Bits of a code, given which integers are parameters and hold no part of it."""
+        more = (bits for node, bits in self.planes.items() if node not in parameters)
+        return bits_each(self.code, self.region) + sum(more)
 
     def like(self, node: Node, value: float) -> torch.Tensor:
         """A parameter filled with one value."""
@@ -126,12 +138,11 @@ class Prober:
         return found
 
 
-def bits_each(codes: torch.Tensor, region: Region) -> float:
-    """Bits of the code tensor for each element of W; 8 and more where each has its own word."""
+def bits_each(codes: Node, region: Region) -> float:
+    """Bits of a tensor for each element of W; 8 and more where each has its own word."""
+    value = codes.meta["val"]
     elements = region.shape[0] * region.shape[1]
-    if codes.numel() == elements:
-        return max(8.0, codes.itemsize * 8)
-    return codes.numel() * codes.itemsize * 8 / elements
+    return float(value.numel() * value.itemsize * 8) / elements
 
 
 def _fills(real: torch.Tensor, density: float) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
