@@ -1,13 +1,16 @@
 """qinductor::dequant_matmul: x times a quantised weight, which is never written out whole.
 
-| tensor       | shape                | dtype                                     |
-|--------------|----------------------|-------------------------------------------|
-| x            | [M, K], M >= 0       | bf16, fp16, fp32                          |
-| codes        | [N, K]               | int8, uint8 or float8; int4 codes in int8 |
-| scale, zero  | [N / bn, K / bk]     | as `WeightFormat` says; ragged blocks too |
-| output_scale | [N]                  | the dtype of x                            |
-| bias         | [N]                  | the dtype of x                            |
-| result       | [M, N], contiguous   | the dtype of x                            |
+| tensor       | shape              | dtype                                                   |
+|--------------|--------------------|---------------------------------------------------------|
+| x            | [M, K], M >= 0     | bf16, fp16, fp32                                        |
+| codes        | as `packing` says  | integers of 1 to 8 bits, float8, e2m1, from a table     |
+| scale, zero  | [N / bn, K / bk]   | as `WeightFormat` says; ragged blocks too               |
+| outer        | [N]                | as `WeightFormat` says                                  |
+| table        | [2^bits]           | as `WeightFormat` says                                  |
+| order        | [K]                | int64; then codes are packed as codes[:, order]         |
+| output_scale | [N]                | the dtype of x                                          |
+| bias         | [N]                | the dtype of x                                          |
+| result       | [M, N], contiguous | the dtype of x                                          |
 """
 
 import dataclasses
@@ -26,6 +29,7 @@ from qinductor.contracts import (
     render,
     short,
 )
+from qinductor.kernels import packing
 from qinductor.op import INFINITE, LIBRARY, M, Op, Plan, Provider, op
 
 
@@ -36,8 +40,8 @@ class DequantMatmul(Hashed):
     x, out        dtypes of the activation and of the result
     output_scale  dtype of a scale that the graph applies to the product, or None
     bias          whether the product itself adds a bias of shape [n]
-    experts       number of weights, of one format, in front of which x has an axis or is sorted into
-                  groups; 0 for a plain product
+    experts       number of weights, all of one format, each of which has rows of x of its own; 0
+                  for a plain product
     """
 
     weight: WeightFormat
@@ -59,11 +63,19 @@ class DequantMatmul(Hashed):
         scale = w.scale or self.output_scale
         place = "" if self.output_scale is None else " after the product"
         what = w.granularity if self.output_scale is None else "channel"
-        zero = "" if w.zero is None else f" zero {short(w.zero)}"
         scaled = f" {what} scale {short(scale)}{place}" if scale is not None else " no scale"
-        return f"{short(self.x)} x {w.codes}[{w.n},{w.k}]{scaled}{zero} {w.arithmetic}" + (
-            " +bias" if self.bias else ""
-        )
+        words = [
+            f"{short(self.x)} x",
+            f"{self.experts} experts of" if self.experts else "",
+            f"{w.codes}[{w.n},{w.k}]{scaled}",
+            "" if w.zero is None else f"zero {short(w.zero)}",
+            "" if w.outer is None else f"row scale {short(w.outer)}",
+            "" if w.table is None else f"table {short(w.table)}",
+            w.arithmetic,
+            "permuted" if w.permuted else "",
+            "+bias" if self.bias else "",
+        ]
+        return " ".join(filter(None, words))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -86,12 +98,16 @@ def reference(contract: DequantMatmul, x: torch.Tensor, operands: Operands) -> t
 
 
 def cost(contract: DequantMatmul) -> dict[str, sympy.Expr]:
-    """Bytes that must move and floating-point operations, in M."""
+    """Bytes that must move and floating-point operations, in M: of all experts together, of which
+    every weight is read."""
     w = contract.weight
     scales = sum(dtype.itemsize for dtype in (w.scale, w.zero) if dtype is not None)
     weight = w.n * w.k * w.bits // 8 + w.grid[0] * w.grid[1] * scales
+    weight += w.n * w.outer.itemsize if w.outer is not None else 0
+    weight += (w.table.itemsize << w.bits) if w.table is not None else 0
+    weight += w.k * torch.int64.itemsize if w.permuted else 0
     return {
-        "bytes": sympy.Integer(weight)
+        "bytes": sympy.Integer(weight * max(1, contract.experts))
         + M * (w.k * contract.x.itemsize + w.n * contract.out.itemsize),
         "flops": 2 * M * w.n * w.k,
     }
@@ -134,21 +150,6 @@ def _(x: torch.Tensor, packed: Sequence[torch.Tensor], contract: str, plan: str)
     return x.new_empty((x.shape[0], form.weight.n), dtype=form.out)
 
 
-def halves(codes: torch.Tensor, signed: bool) -> torch.Tensor:
-    """int8[ceil(N/2), K] from 4-bit codes int8[N, K]: byte = 16 * (row r) + (row r + N/2) + 8, with
-    codes made signed first. Whole rows are unpacked, and by arithmetic that vectorises."""
-    codes = codes if signed else codes - 8
-    h = (codes.shape[0] + 1) // 2
-    low = torch.nn.functional.pad(codes[h:], (0, 0, 0, 2 * h - codes.shape[0]))
-    return (codes[:h] << 4) + (low + 8)
-
-
-def unpacked(packed: torch.Tensor, n: int, signed: bool) -> torch.Tensor:
-    """int8[N, K] codes from what `halves` packed."""
-    codes = torch.cat([packed >> 4, (packed & 15) - 8])[:n]  # a shift of int8 keeps the sign
-    return codes if signed else codes + 8
-
-
 INT4_GROUPS = (256, 128, 64, 32)  # the group sizes of torch's int4 kernels, on a CPU and on CUDA
 
 
@@ -183,11 +184,7 @@ class Reference:
 
     def operands(self, contract: DequantMatmul) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         w = contract.weight
-        found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-        if w.bits == 4:
-            found["halves"] = ((w.n + 1) // 2, w.k), torch.int8
-        else:
-            found["codes"] = (w.n, w.k), w.storage
+        found = dict([packing.operand(w)])
         for name, shape, dtype in (
             ("scale", w.grid, w.scale),
             ("zero", w.grid, w.zero),
@@ -203,13 +200,18 @@ class Reference:
 
     def pack(self, contract: DequantMatmul, source: Operands) -> dict[str, torch.Tensor]:
         w = source.weight
+        codes = w.codes if w.order is None else w.codes[:, w.order]
         tensors = {
-            "halves": halves(w.codes.to(torch.int8), w.format.codes == "int4") if w.format.bits == 4 else None,
-            "codes": w.codes, "scale": w.scale, "zero": w.zero,
-            "outer": w.outer, "table": w.table, "order": w.order,
-            "output_scale": source.output_scale, "bias": source.bias,
-        }  # fmt: skip
-        return {name: t for name in self.operands(contract) if (t := tensors[name]) is not None}
+            packing.operand(w.format)[0]: packing.pack(w.format, codes),
+            "scale": w.scale,
+            "zero": w.zero,
+            "outer": w.outer,
+            "table": w.table,
+            "order": w.order,
+            "output_scale": source.output_scale,
+            "bias": source.bias,
+        }
+        return {name: t for name, t in tensors.items() if t is not None}
 
     def run(
         self, contract: DequantMatmul, x: torch.Tensor, packed: Sequence[torch.Tensor]
@@ -219,10 +221,9 @@ class Reference:
     def whole(self, contract: DequantMatmul, packed: Sequence[torch.Tensor]) -> Operands:
         """The proved weight back from its packed tensors."""
         named = dict(zip(self.operands(contract), packed, strict=True))
-        codes = named.get("codes")
-        if codes is None:
-            codes = unpacked(named["halves"], contract.weight.n, contract.weight.codes == "int4")
-            codes = codes.to(contract.weight.storage)
+        codes = packing.unpack(contract.weight, packed[0])
+        if (order := named.get("order")) is not None:
+            codes = codes[:, order.argsort()]
         parts = (named.get(name) for name in ("scale", "zero", "outer", "table", "order"))
         weight = QuantizedWeight(contract.weight, codes, *parts)
         return Operands(weight, named.get("output_scale"), named.get("bias"))

@@ -99,6 +99,12 @@ class Op:
         return Plan(tuple(steps))
 
 
+def single(contract: Any) -> tuple[Any, int]:
+    """(the contract of one weight, how many weights the contract stacks or 0 if it is one)."""
+    experts = getattr(contract, "experts", 0)
+    return (dataclasses.replace(contract, experts=0), experts) if experts else (contract, 0)
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """Which provider runs which M: (largest M, provider name), ascending."""
@@ -127,17 +133,33 @@ class Plan:
         )
 
     def operands(self, entry: Op, contract: Any) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """All packed tensors that the plan's providers take, each once."""
+        """All packed tensors that the plan's providers take, each once; for experts stacked."""
+        one, experts = single(contract)
         found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         for _, name in self.steps:
-            found.update(entry.providers[name].operands(contract))
+            for operand, (shape, dtype) in entry.providers[name].operands(one).items():
+                found[operand] = (experts, *shape) if experts else shape, dtype
         return found
 
     def pack(self, entry: Op, contract: Any, source: Any) -> dict[str, torch.Tensor]:
-        """All packed tensors; RuntimeError if a provider packs something else than it declares."""
+        """All packed tensors; `source` is a sequence of one for each expert where there are any.
+
+        Errors: RuntimeError if a provider packs something else than it declares, ValueError for
+        another number of experts than the contract has."""
+        one, experts = single(contract)
         found: dict[str, torch.Tensor] = {}
-        for _, name in self.steps:
-            found.update(entry.providers[name].pack(contract, source))
+        if experts and len(source) != experts:
+            raise ValueError(f"{entry.name} has {experts} experts; got {len(source)} weights")
+        for i, part in enumerate(source if experts else [source]):
+            for _, provider in self.steps:
+                for name, tensor in entry.providers[provider].pack(one, part).items():
+                    if not experts:
+                        found[name] = tensor
+                    else:  # one expert is packed at a time: memory holds no second copy
+                        whole = found.get(name)
+                        if whole is None:
+                            whole = found[name] = tensor.new_empty((experts, *tensor.shape))
+                        whole[i] = tensor
         for name, (shape, dtype) in self.operands(entry, contract).items():
             got = found[name]
             if tuple(got.shape) != shape or got.dtype != dtype or not got.is_contiguous():
@@ -148,7 +170,9 @@ class Plan:
         return found
 
     def routes(self, entry: Op, contract: Any) -> tuple[tuple[int, Provider, tuple[int, ...]], ...]:
-        """(largest M, provider, which of the packed tensors it takes), ascending."""
+        """(largest M, provider, which of the packed tensors it takes), ascending; for experts of
+        one expert, and `run` takes the contract of one."""
+        contract, _ = single(contract)
         place = {name: i for i, name in enumerate(self.operands(entry, contract))}
         found = []
         for limit, name in self.steps:
