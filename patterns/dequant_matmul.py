@@ -20,11 +20,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch.fx import Graph, Node
 
-from qinductor.contracts import QuantizedWeight, short
+from qinductor.contracts import QuantizedWeight, short, split
 from qinductor.errors import Refused
 from qinductor.identify import Structure, identify
 from qinductor.kernels.dequant_matmul import DEQUANT_MATMUL, DequantMatmul, Operands
-from qinductor.kernels.dequant_matmul_experts import split
 from qinductor.pattern import Lowering, Planner
 from qinductor.patterns.products import (
     ANCHORS,
