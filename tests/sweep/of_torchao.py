@@ -234,7 +234,7 @@ CASES: tuple[Case, ...] = (
           "int4[128,256] group-32 scale bf16", casts=True),
     lower("torchao/mxfp8_emulated", mxfp8_emulated, "float8_e4m3fn[128,256] group-32 scale bf16",
           casts=True),
-    lower("torchao/nf4_linear", nf4, "table4[128,256] group-64 scale bf16", symbolic=True),
+    lower("torchao/nf4_linear", nf4, "table4[128,256] group-64", symbolic=True),
     lower("torchao/nvfp4_weight_only", nvfp4_weight_only, "float4_e2m1fn[128,256] group-16"),
     lower("torchao/pt2e_x86_static_int8", pt2e, "int8[", "channel scale fp32", "+bias", lowered=2,
           casts=True),

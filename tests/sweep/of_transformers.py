@@ -257,7 +257,7 @@ CASES: tuple[Case, ...] = (
     lower("transformers/gguf_q8_0_dequant", partial(gguf, 8, 34), "int8[128,256] group-32"),
     lower("transformers/hf_fp8_block_loader_dequant", fp8_blocks,
           "float8_e4m3fn[256,256] block-128x128 scale fp32"),
-    lower("transformers/bitnet_bitlinear", bitnet, "int2[128,256]", casts=True),
+    lower("transformers/bitnet_bitlinear", bitnet, "2[128,256]", casts=True),
     lower("transformers/gpt_oss_mxfp4_dequant_batched", mxfp4_batched,
           "float4_e2m1fn[", "group-32", symbolic=True),
     lower("transformers/gpt_oss_mxfp4_moe_grouped_mm", partial(gpt_oss, True),

@@ -136,20 +136,7 @@ def built(case: Case) -> Iterator[Made]:
 def check(case: Case, symbolic: bool = False) -> None:
     """Compiles a row's module, and holds report and result to what the row says."""
     with built(case) as made:
-        args = made.args(case.rows)
-        eager = made.module(*args)
-        inductor = {"emulate_precision_casts": True} if case.casts else {}
-        compiled = torch.compile(made.module, backend="qinductor", options={"inductor": inductor})
-        for argument, dimension in made.dynamic if symbolic else ():
-            torch._dynamo.mark_dynamic(args[argument], dimension)
-        ours = compiled(*args)
-        hold(case, list(qinductor.reports()))
-        compare(made, args, ours, eager)
-        if symbolic:
-            graphs = len(qinductor.reports())
-            other = made.args(OTHER_M)
-            compare(made, other, compiled(*other), made.module(*other))
-            assert len(qinductor.reports()) == graphs, "another M compiled another graph"
+        run(made, functools.partial(hold, case), case.rows, symbolic, case.casts)
 
 
 def check_left(case: Case) -> None:
@@ -158,19 +145,47 @@ def check_left(case: Case) -> None:
         hold(case, [qinductor.explain(made.module, *made.args(case.rows))])
 
 
+def run(
+    made: Made, holds: Callable, rows: int = M, symbolic: bool = False, casts: bool = False
+) -> None:
+    """Compiles a module; `holds` judges the reports, eager and float64 the result."""
+    inductor = {"emulate_precision_casts": True} if casts else {}
+    with torch.no_grad():
+        args = made.args(rows)
+        eager = made.module(*args)
+        compiled = torch.compile(made.module, backend="qinductor", options={"inductor": inductor})
+        for argument, dimension in made.dynamic if symbolic else ():
+            torch._dynamo.mark_dynamic(args[argument], dimension)
+        ours = compiled(*args)
+        holds(list(qinductor.reports()))
+        compare(made, args, ours, eager)
+        if symbolic:
+            graphs = len(qinductor.reports())
+            other = made.args(OTHER_M)
+            compare(made, other, compiled(*other), made.module(*other))
+            assert len(qinductor.reports()) == graphs, "another M compiled another graph"
+
+
 def hold(case: Case, reports: list[qinductor.Report]) -> None:
     """Holds the reports of all its graphs to what the row says."""
-    sites = [site for report in reports for site in report.sites]
-    table = "\n".join(map(str, reports))
-    lowered = [site for site in sites if site.lowered]
-    assert len(lowered) == case.lowered, table
-    for site in lowered:
-        missing = [word for word in case.says if word not in site.contract]
-        assert not missing, f"not in the contract: {missing}\n{table}"
-    reasons = [site.reason for site in sites if not site.lowered]
-    assert len(reasons) == len(case.reasons), table
+    hold_lowered(reports, case.lowered, case.says)
+    reasons = [site.reason for r in reports for site in r.sites if not site.lowered]
+    assert len(reasons) == len(case.reasons), table_of(reports)
     for reason, wanted in zip(reasons, case.reasons, strict=True):
-        assert re.search(wanted, reason), table
+        assert re.search(wanted, reason), table_of(reports)
+
+
+def hold_lowered(reports: list[qinductor.Report], count: int, says: tuple[str, ...]) -> None:
+    """Holds the reports to a number of lowered products, and their contracts to words."""
+    sites = [site for report in reports for site in report.sites if site.lowered]
+    assert len(sites) == count, table_of(reports)
+    for site in sites:
+        missing = [word for word in says if word not in site.contract]
+        assert not missing, f"not in the contract: {missing}\n{table_of(reports)}"
+
+
+def table_of(reports: list[qinductor.Report]) -> str:
+    return "\n".join(map(str, reports))
 
 
 def compare(made: Made, args: tuple, ours, eager) -> None:
@@ -192,7 +207,7 @@ def compare(made: Made, args: tuple, ours, eager) -> None:
 
 
 aten = torch.ops.aten
-PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default)
+PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.mv.default)
 
 
 class Wide(TorchDispatchMode):
