@@ -21,6 +21,9 @@ class Provider(Protocol):
     dense      whether its packed tensors hold the weight in its dense form: then it is chosen only
                where the user allows that, and the report says so
     reference  whether it is the specification itself: then it never justifies a rewrite
+
+    It may also have `missing() -> str | None`: what this machine lacks for it, hardware or
+    software, in one sentence; `python -m qinductor doctor` prints that.
     """
 
     name: str
