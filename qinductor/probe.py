@@ -95,7 +95,7 @@ class Prober:
         # Other integers with a bit for each element may hold more bits of the codes.
         planes = [n for n in (*reduced.fixed, *reduced.chains) if real[n].dtype in INTEGER]
         self.planes = {
-            n: math.log2(max(2, len(real[n].flatten()[:SAMPLE].unique())))
+            n: math.log2(len(real[n].flatten()[:SAMPLE].unique()))
             for n in planes if bits_each(n, region) >= 1
         }  # fmt: skip
         self.given: dict[Node, torch.Tensor] = {}

@@ -96,12 +96,13 @@ def _coded(unit: torch.Tensor, dtype: torch.dtype, structure: Structure) -> _Cod
     exact = (whole == whole.round()) & ~(torch.signbit(whole) & (whole == 0))
     if structure.reach is not None and bool(exact.all()):
         low, high = _range(whole)
-        if structure.density < 8:
-            low, high = min(low, structure.reach[0]), max(high, structure.reach[1])
-        integer = _integer(low, high, structure, signed=structure.reach[0] < 0)
-        if integer is not None:
-            form = torch.int8 if integer.startswith("int") else torch.uint8
-            return _Coded(integer, whole.to(form).contiguous())
+        # Other weights of the kind may use codes that this one does not; but not at more bits.
+        wide = min(low, structure.reach[0]), max(high, structure.reach[1])
+        signed = structure.reach[0] < 0
+        limits = [wide, (low, high)] if structure.density < 8 else [(low, high)]
+        for name in filter(None, (_integer(*limit, structure, signed) for limit in limits)):
+            storage = torch.int8 if name.startswith("int") else torch.uint8
+            return _Coded(name, whole.to(storage).contiguous())
     return _codebook(whole, structure)
 
 
