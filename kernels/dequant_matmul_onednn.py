@@ -136,7 +136,7 @@ class Bound:
             bias = self._in_runs(bias[:, None]).squeeze(2)
         out = x.new_empty((m, full), dtype=self.out) if len(self.strips) > 1 else None
         for rows in self.strips:
-            added = None if bias is None else bias[:, rows].flatten()
+            added = None if bias is None else bias[:, rows].contiguous().flatten()
             part = linear(x, self.strip(rows, packed, grids), added)
             if out is None:
                 out = part

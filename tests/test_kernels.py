@@ -247,8 +247,8 @@ def check_reference(case: Case) -> None:
     contract = dataclasses.replace(case.contract, x=torch.float64, out=torch.float64)
     x, source = case.make()
     w = source.weight
-    wide = dequantize(w).double()
     form = dataclasses.replace(contract.weight, dtype=torch.float64)
+    wide = dequantize(dataclasses.replace(w, format=form))
     operands = Operands(
         dataclasses.replace(w, format=form),
         None if source.output_scale is None else source.output_scale.double(),
