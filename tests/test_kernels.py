@@ -17,7 +17,7 @@ from torch.nn.functional import linear
 
 import qinductor
 import qinductor.kernels.dequant_matmul_onednn as onednn
-from qinductor.contracts import dequantize
+from qinductor.contracts import dequantize, difference
 from qinductor.errors import Refused
 from qinductor.kernels.dequant_matmul import (
     CASES,
@@ -31,7 +31,6 @@ from qinductor.kernels.dequant_matmul import (
 )
 from qinductor.kernels.dequant_matmul_experts import CASES as EXPERTS
 from qinductor.op import INFINITE, OPS, M, Op, Plan, costs, op
-from qinductor.prove import difference
 from qinductor.regions import FLOAT8
 from qinductor.testing import OUTPUTS, product_oracle
 

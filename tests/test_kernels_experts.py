@@ -8,12 +8,11 @@ import pytest
 import torch
 
 import qinductor
-from qinductor.contracts import QuantizedWeight, dequantize, split
+from qinductor.contracts import QuantizedWeight, dequantize, difference, split
 from qinductor.errors import Refused
 from qinductor.kernels.dequant_matmul import DEQUANT_MATMUL, Case, DequantMatmul, Operands, case
 from qinductor.kernels.dequant_matmul_experts import CASES
 from qinductor.op import INFINITE, M, Plan, single
-from qinductor.prove import difference
 from qinductor.testing import OUTPUTS, product_oracle
 
 qinductor.load()

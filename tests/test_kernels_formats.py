@@ -9,11 +9,10 @@ import torch
 
 import qinductor.kernels.dequant_matmul_onednn as onednn
 import qinductor.kernels.dequant_matmul_onednn_loop as onednn_loop
-from qinductor.contracts import FLOAT_CODES, WeightFormat, code_range, dequantize
+from qinductor.contracts import FLOAT_CODES, WeightFormat, code_range, dequantize, difference
 from qinductor.errors import Refused
 from qinductor.kernels import packing
 from qinductor.kernels.dequant_matmul import CASES, Case, DequantMatmul, Reference, case
-from qinductor.prove import difference
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CODES = [
