@@ -16,14 +16,17 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import sympy
 import torch
 
 from qinductor.contracts import (
+    FLOAT_CODES,
     Hashed,
     QuantizedWeight,
     WeightFormat,
+    code_range,
     dequantize,
     parse,
     render,
@@ -234,54 +237,68 @@ DEQUANT_MATMUL.register(Reference())
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One named case for tests and benchmarks: M and contract."""
+    """One named case for tests and benchmarks: M (of each expert) and contract."""
 
     name: str
     m: int
     contract: DequantMatmul
 
     def make(self, seed: int = 0) -> tuple[torch.Tensor, Operands]:
-        """(x, operands) with random codes, scales and zeros."""
+        """(x, operands) with random codes, scales, zeros, table and order; of one expert."""
         g, w, c = torch.Generator().manual_seed(seed), self.contract.weight, self.contract
 
-        def rand(*shape: int) -> torch.Tensor:
-            return torch.rand(shape, generator=g)
+        def rand(shape: tuple[int, ...], low: float, high: float, dtype: Any) -> Any:
+            if dtype is None:
+                return None
+            if not dtype.is_floating_point:
+                return torch.randint(int(low), int(high), shape, generator=g).to(dtype)
+            return (torch.rand(shape, generator=g) * (high - low) + low).to(dtype)
 
-        if w.codes in ("int4", "uint4", "int8", "uint8"):
-            low, high = {"int4": (-8, 8), "uint4": (0, 16), "int8": (-128, 128)}.get(
-                w.codes, (0, 256)
-            )
-            kind = torch.uint8 if w.codes == "uint8" else torch.int8
-            codes = torch.randint(low, high, (w.n, w.k), generator=g).to(kind)
+        if w.codes in FLOAT_CODES:
+            codes = (torch.randn(w.n, w.k, generator=g) * 20).to(w.storage)
         else:
-            codes = (torch.randn(w.n, w.k, generator=g) * 20).to(getattr(torch, w.codes))
-        scale = None if w.scale is None else (rand(*w.grid) * 0.02 + 0.002).to(w.scale)
-        zero = None
-        if w.zero is not None and w.zero.is_floating_point:
-            zero = (rand(*w.grid) * 4 + 6).to(w.zero)
-        elif w.zero is not None:
-            zero = torch.randint(0, 16, w.grid, generator=g).to(w.zero)
-        output = None
-        if c.output_scale is not None:
-            output = (rand(w.n) * 0.02 + 0.002).to(c.output_scale)
-        bias = (rand(w.n) - 0.5).to(c.x) if c.bias else None
+            low, high = code_range(w.codes) or (0, (1 << w.bits) - 1)
+            codes = rand((w.n, w.k), low, high + 1, w.storage)
+        scale = rand(w.grid, 0.002, 0.022, w.scale)
+        whole = w.zero is not None and not w.zero.is_floating_point
+        zero = rand(w.grid, *((0, 16) if whole else (6, 10)), w.zero)
+        output = rand((w.n,), 0.002, 0.022, c.output_scale)
+        bias = rand((w.n,), -0.5, 0.5, c.x if c.bias else None)
         x = torch.randn(self.m, w.k, generator=g).to(c.x)
-        return x, Operands(QuantizedWeight(w, codes, scale, zero), output, bias)
+        outer = rand((w.n,), 0.5, 1.5, w.outer)
+        table = rand((1 << w.bits,), -1, 1, w.table)
+        order = torch.randperm(w.k, generator=g) if w.permuted else None
+        return x, Operands(
+            QuantizedWeight(w, codes, scale, zero, outer, table, order), output, bias
+        )
 
 
 def case(
     codes: str, m: int, n: int, k: int, bn: int, bk: int, x: torch.dtype = torch.bfloat16,
-    arithmetic: str = "q*s", zero: torch.dtype | None = None, bias: bool = False,
-    output_scale: bool = False,
+    arithmetic: str = "q*s", bias: bool = False, output_scale: bool = False, experts: int = 0,
+    **fields: Any,
 ) -> Case:  # fmt: skip
-    """A case whose weight is computed in the dtype of x."""
-    scale = None if arithmetic in ("q", "q-z") else x
-    form = WeightFormat(codes, n, k, bn, bk, arithmetic, scale, zero, x, x, x)
-    contract = DequantMatmul(form, x, x, x if output_scale else None, bias)
+    """A case whose weight is computed in the dtype of x; `fields` are those of its format."""
+    given = {
+        "scale": x if "s" in arithmetic else None,
+        "table": x if codes.startswith("table") else None,
+        **dict.fromkeys(("inner", "compute", "dtype"), x),
+        "zero": None,
+        **fields,
+    }
+    form = WeightFormat(codes, n, k, bn, bk, arithmetic, **given)
+    contract = DequantMatmul(form, x, x, x if output_scale else None, bias, experts)
     return Case(f"{contract.summary} M={m}", m, contract)
 
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+# A scale for 16 elements and one for a row, in fp32.
+NVFP4: dict[str, Any] = {
+    "scale": torch.float8_e4m3fn,
+    "outer": FP32,
+    "inner": FP32,
+    "compute": FP32,
+}
 CASES = (
     case("int4", 1, 384, 384, 1, 64, bias=True),
     case("int4", 8, 384, 1536, 1, 128),
@@ -303,4 +320,19 @@ CASES = (
     case("float8_e4m3fn", 1, 64, 128, 1, 128, bias=True),
     case("float8_e5m2", 33, 64, 128, 64, 128, FP16, arithmetic="q/s"),
     case("float8_e4m3fn", 9, 64, 128, 1, 32, FP32),
+    case("uint1", 6, 64, 128, 1, 32),
+    case("int2", 1, 128, 256, 1, 64, bias=True),
+    case("int3", 12, 44, 100, 1, 32, FP16),
+    case("uint5", 3, 40, 96, 1, 48, arithmetic="(q-z)*s", zero=torch.uint8),
+    case("int6", 33, 64, 128, 64, 128, FP32),
+    case("uint7", 2, 27, 64, 1, 64),
+    case("table4", 5, 96, 256, 1, 64),
+    case("table4", 1, 64, 128, 1, 64, table=FP32, scale=FP32, compute=FP32),
+    case("table3", 20, 48, 64, 1, 64),
+    case("table8", 4, 64, 128, 1, 128, arithmetic="q", bias=True),
+    case("float4_e2m1fn", 7, 64, 128, 1, 32),
+    case("float4_e2m1fn", 2, 96, 160, 1, 16, arithmetic="q*s*t", bias=True, **NVFP4),
+    case("uint4", 9, 64, 256, 1, 64, arithmetic="(q-z)*s", zero=torch.int8, permuted=True),
+    case("int4", 40, 64, 256, 1, 64, arithmetic="(q-z)*s*t", zero=torch.int8, outer=BF16),
+    case("int8", 3, 40, 100, 1, 32, arithmetic="q/t*s-z*s", zero=BF16, outer=BF16, permuted=True),
 )

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from qinductor.contracts import parse
-from qinductor.kernels.dequant_matmul import DEQUANT_MATMUL, DequantMatmul
+from qinductor.kernels.dequant_matmul import DEQUANT_MATMUL, NVFP4, DequantMatmul, case
 from qinductor.op import LIBRARY, Plan, single
 
 for schema in (
@@ -98,3 +98,16 @@ def _(
 ) -> torch.Tensor:
     form = parse(DequantMatmul, contract)
     return x.new_empty((x.shape[0], form.weight.n), dtype=form.out)
+
+
+CASES = (
+    case("int4", 3, 64, 256, 1, 64, experts=4),
+    case("int8", 20, 48, 64, 1, 64, torch.float32, experts=3, bias=True),
+    case("int8", 2, 32, 64, 1, 64, arithmetic="q", output_scale=True, bias=True, experts=2),
+    case("float8_e4m3fn", 5, 64, 128, 64, 128, experts=1),
+    case("int3", 4, 20, 96, 1, 32, experts=2),
+    case("float4_e2m1fn", 2, 32, 64, 1, 16, arithmetic="q*s*t", experts=3, **NVFP4),
+    case(
+        "uint4", 6, 32, 64, 1, 32, arithmetic="(q-z)*s", zero=torch.int8, permuted=True, experts=2
+    ),
+)

@@ -19,6 +19,7 @@ from qinductor.kernels.dequant_matmul import (
 )
 from qinductor.kernels.dequant_matmul_onednn_loop import (
     FIXED_BLOCK,
+    Loop,
     emulated,
     exact_difference,
     loop,
@@ -32,8 +33,10 @@ STRIP = 1 << 20
 class DequantStrips(Reference):
     """W, a strip at a time, by one loop that Inductor writes; each strip is multiplied at once.
 
-    A strip is bitwise the graph's own W, so the result is eager's but for the order of summation.
-    That is checked on the first call of each contract; where it fails, the reference serves.
+    It takes every format. A strip is bitwise the graph's own W (its columns in the order they are
+    packed in, and x's gathered likewise), so the result is eager's but for the order of summation.
+    That is checked on the first call of each contract; where it fails, or Inductor cannot compile
+    the loop, or W has no element, the reference serves.
     """
 
     name = "onednn.dequant_strips"
@@ -61,12 +64,13 @@ class DequantStrips(Reference):
         """The strips of this contract, if they are bitwise the reference's."""
         if not contract.weight.n * contract.weight.k:
             return None
-        bound = Bound(contract, list(self.operands(contract)))
         whole = self.whole(contract, packed).weight
         w = dequantize(whole)
         if whole.order is not None:
             w = w[:, whole.order]
+        bound = None
         try:
+            bound = Bound(contract, list(self.operands(contract)))
             differ = next(filter(None, bound.differences(w, packed)), "")
         except Exception as error:
             differ = str(error)
@@ -113,7 +117,20 @@ class Bound:
             (slice(whole * form.bk, form.k), slice(whole, None), rest),
         ]
         self.pieces = [piece for piece in pieces if piece[0].start < piece[0].stop]
-        self.free = dataclasses.replace(form, n=0, k=0, bn=0, bk=0, permuted=False)
+        self.one = len(self.strips) == len(self.pieces) == 1  # nothing is cut out of anything
+        self.loops = {rows.stop - rows.start: self._loops(rows) for rows in self.strips}
+
+    def _loops(self, rows: slice) -> list[Loop]:
+        """For strips of as many packed rows, the loop of each piece."""
+        free = dataclasses.replace(self.form, n=0, k=0, bn=0, bk=0, permuted=False)
+        return [
+            loop(
+                free,
+                (rows.stop - rows.start == 1, (columns.stop - columns.start) == bk, bk == 1),
+                bk if bk <= FIXED_BLOCK else 0,
+            )
+            for columns, _, bk in self.pieces
+        ]
 
     def __call__(self, x: torch.Tensor, packed: Sequence[torch.Tensor]) -> torch.Tensor:
         def operand(name: str) -> torch.Tensor | None:
@@ -133,10 +150,11 @@ class Bound:
         m, n, full = x.shape[0], self.form.n, self.runs * self.count
         grids = self.grids(packed)
         if bias is not None:
-            bias = self._in_runs(bias[:, None]).squeeze(2)
+            bias = self._in_runs(bias[:, None])
         out = x.new_empty((m, full), dtype=self.out) if len(self.strips) > 1 else None
         for rows in self.strips:
-            added = None if bias is None else bias[:, rows].flatten()
+            added = self._part(bias, rows)
+            added = None if added is None else added.view(-1)
             part = linear(x, self.strip(rows, packed, grids), added)
             if out is None:
                 out = part
@@ -147,7 +165,7 @@ class Bound:
         return out if n == full else out[:, :n].contiguous()
 
     def grids(self, packed: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        """Scale, zero and outer scale, [runs, packed rows, blocks or 1]."""
+        """Scale, zero and outer scale, [runs, packed rows, blocks or 1, 1]."""
         found: list[torch.Tensor | None] = []
         for name in ("scale", "zero"):
             grid = packed[self.place[name]] if name in self.place else None
@@ -158,31 +176,33 @@ class Bound:
         return [*found, None if outer is None else self._in_runs(outer[:, None])]
 
     def _in_runs(self, rows: torch.Tensor) -> torch.Tensor:
-        """[N, blocks] as [runs, packed rows, blocks]; rows that W has not get anything."""
+        """[N, blocks] as [runs, packed rows, blocks, 1]; rows that W has not get anything."""
         missing = self.runs * self.count - self.form.n
         if missing:
             rows = torch.cat([rows, rows[-1:].expand(missing, -1)])
-        return rows.view(self.runs, self.count, -1)
+        return rows.view(self.runs, self.count, -1, 1)
+
+    def _part(
+        self, grid: torch.Tensor | None, rows: slice, blocks: slice = slice(None)
+    ) -> torch.Tensor | None:
+        """What a strip's piece takes of scales, of zeros or of what has one value a row."""
+        if grid is None or self.one:
+            return grid
+        return grid[:, rows, blocks if grid.shape[2] > 1 else slice(None)].contiguous()
 
     def strip(
         self, rows: slice, packed: Sequence[torch.Tensor], grids: Sequence[torch.Tensor | None]
     ) -> torch.Tensor:
         """W of these packed rows, dense, [runs * packed rows, K]."""
         table = packed[self.place["table"]] if "table" in self.place else None
-        codes, pieces = packed[0][rows], []
-        for columns, blocks, bk in self.pieces:
+        codes, found = packed[0] if len(self.strips) == 1 else packed[0][rows], []
+        loops = self.loops[rows.stop - rows.start]
+        for (columns, blocks, bk), run in zip(self.pieces, loops, strict=True):
             part = codes if len(self.pieces) == 1 else codes[..., columns].contiguous()
-            part = part.unflatten(-1, (-1, bk))
-            values = [
-                grid if grid is None
-                # The outer scale has one column, whatever the blocks.
-                else grid[:, rows, blocks if i < 2 else slice(None)].contiguous().unsqueeze(3)
-                for i, grid in enumerate(grids)
-            ]  # fmt: skip
-            ones = tuple(size == 1 for size in (part.shape[0], part.shape[-2], bk))
-            run = loop(self.free, ones, bk if bk <= FIXED_BLOCK else 0)
-            pieces.append(run(part, *values, table).view(-1, columns.stop - columns.start))
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
+            part = part.view(*part.shape[:-1], -1, bk)
+            values = [self._part(grid, rows, blocks) for grid in grids]
+            found.append(run(part, *values, table).view(-1, columns.stop - columns.start))
+        return found[0] if len(found) == 1 else torch.cat(found, 1)
 
     def differences(self, w: torch.Tensor, packed: Sequence[torch.Tensor]) -> Iterator[str]:
         """For each strip what `contracts.difference` says of it and W."""

@@ -157,8 +157,9 @@ class Direct:
 
     def __init__(self, graph: torch.fx.GraphModule, patches: dict[str, bool], fixed: bool) -> None:
         self.run: Callable[[list[Any]], Sequence[torch.Tensor]] | None = None
-        # What `run` takes, in its order: (which tensor, the axis whose size it is or None).
-        self.takes: list[tuple[int, int | None]] = []
+        # What `run` takes, in its order: (which tensor, the axis whose size it is or None); or
+        # (None, a number), where only a stride that no element depends on is as large.
+        self.takes: list[tuple[int | None, int | None]] = []
         self.order: list[int] = []
         self.patches = patches
         self.fixed = fixed  # whether the last axis of the first tensor has one size ever
@@ -171,7 +172,10 @@ class Direct:
                 result = self._compile(*tensors)
             if self.run is None:
                 return result
-        inputs = [tensors[i] if axis is None else tensors[i].shape[axis] for i, axis in self.takes]
+        inputs = [
+            axis if i is None else tensors[i] if axis is None else tensors[i].shape[axis]
+            for i, axis in self.takes
+        ]
         return self.run(inputs)[0]
 
     def _compile(self, *tensors: Any) -> torch.Tensor:
@@ -206,10 +210,13 @@ class Direct:
             (next(place), None)
             if isinstance(value, torch.Tensor)
             else next(
-                (i, axis)
-                for i, tensor in zip(self.order, tensors, strict=True)
-                for axis, size in enumerate(tensor.shape)
-                if str(size) == str(value)
+                (
+                    (i, axis)
+                    for i, tensor in zip(self.order, tensors, strict=True)
+                    for axis, size in enumerate(tensor.shape)
+                    if str(size) == str(value)
+                ),
+                (None, value.node.hint),
             )
             for value in inputs
         ]

@@ -31,7 +31,7 @@ CODEBOOKS = {"float4_e2m1fn": (*_E2M1, *(-value for value in _E2M1))}
 _INTEGER_CODES = re.compile(r"(u?int)([1-8])")
 _TABLE_CODES = re.compile(r"table([1-8])")
 # How codes q, scales s and t and zero z make a weight; the order decides the rounding.
-_ARITHMETIC = re.compile(r"(q-z|\(q-z\)|q)((?:[*/][st]){0,2})(\+z|-z\*s)?")
+_ARITHMETIC = re.compile(r"(\(q-z\)|q-z$|q)((?:[*/]s)?(?:[*/]t)?|[*/]t[*/]s)(\+z|-z\*s)?")
 
 _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
