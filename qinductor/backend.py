@@ -1,14 +1,13 @@
 """The backend: `torch.compile(model, backend="qinductor")`, from Dynamo's graph to a callable.
 
 One compile is: find and prove sites in the joint graph, before Inductor's own passes (`Matching`);
-let Inductor compile what is left; resolve packed weights at every call (`Compiled`).
+let Inductor compile what is left. At every call `Compiled` resolves the packed weights.
 """
 
 import copy
 import functools
 import hashlib
 import pathlib
-import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -29,11 +28,11 @@ from qinductor.options import Options, unknown
 from qinductor.pattern import Lowering, Pattern, where
 from qinductor.regions import Leaf, Scope
 from qinductor.report import Report, Site, remember
+from qinductor.retrace import SOURCE, Retrace
 from qinductor.rewrite import rewrite
-from qinductor.weights import Resolver, Slot, seed
+from qinductor.runtime import Appending, Compiled, Variant
+from qinductor.weights import Slot, seed
 
-Runner = Callable[[list[Any]], Any]
-NOTES = 32  # of what happened at run time that a report keeps
 STATIC = "_dynamo_static_input_type"
 
 
@@ -52,22 +51,42 @@ def qinductor(
     Anything else that goes wrong in here is a row of the report.
     """
     chosen = Options.of(options, mode)
+    retrace = Retrace(gm)
     matching = Matching(gm, example_inputs, chosen, packs=compiles)
-    original = GraphModule(gm, copy.deepcopy(gm.graph))
-    for node in original.graph.nodes:  # Dynamo's weak references there forbid swap_tensors
-        node.meta.pop("grapharg", None)
-    inner = matching.inner_compile if compiles else matching.skip_compile
-    compiled: Any = compile_fx(
-        gm, list(example_inputs), inner_compile=inner, config_patches=_patches(chosen, matching)
-    )
+    compiled = _compiled(gm, example_inputs, matching)
+    remember(matching.report)
     matching.finish()
     if not compiles:
-        return original
+        return retrace.graph
     if not matching.slots:
-        return compiled  # type: ignore[no-any-return]
-    return Compiled(
-        compiled, Resolver(matching.slots), matching.report, original, _inductor_options(chosen)
-    )
+        return compiled
+
+    def another(arguments: Sequence[Any], reason: str) -> Variant | None:
+        """One more variant of the graph, for weights that do not fit the others' contracts."""
+
+        def again(gm: GraphModule, inputs: list[Any]) -> tuple[Callable[..., Any], Matching]:
+            more = Matching(gm, arguments, chosen, packs=True)
+            return _compiled(gm, inputs, more), more
+
+        (compiled, more), holds = retrace(arguments, again)
+        matching.report.add(more.report, reason)
+        more.finish()
+        return Variant(compiled, more.slots, holds) if more.slots else None
+
+    @functools.cache
+    def unfused() -> Callable[..., Any]:
+        stock = _inductor_options(chosen)
+        return torch.compile(retrace.graph, backend="inductor", options=stock)
+
+    first = Variant(compiled, matching.slots)
+    return Compiled(first, another, unfused, matching.report, matching.required)
+
+
+def _compiled(gm: GraphModule, inputs: Sequence[Any], matching: "Matching") -> Callable[..., Any]:
+    inner = matching.inner_compile if matching.packs else matching.skip_compile
+    patches = _patches(matching.options, matching)
+    compiled: Any = compile_fx(gm, list(inputs), inner_compile=inner, config_patches=patches)
+    return compiled  # type: ignore[no-any-return]
 
 
 def _inductor_options(options: Options) -> dict[str, Any]:
@@ -87,59 +106,6 @@ def _patches(options: Options, matching: "Matching") -> dict[str, Any]:
     # On CUDA it turns products of one row into mul and sum before any pass sees them.
     patches["coordinate_descent_tuning"] = False
     return patches
-
-
-_handed = threading.local()  # from `Compiled` to `Appending`, within one call
-
-
-class Compiled:
-    """A compiled graph with its resolver. Weights that do not fit its contracts run unfused."""
-
-    def __init__(
-        self,
-        compiled: Callable[..., Any],
-        resolver: Resolver,
-        report: Report,
-        original: GraphModule,
-        stock: dict[str, Any],
-    ) -> None:
-        self.compiled, self.resolver, self.report = compiled, resolver, report
-        self.original, self.stock = original, stock
-        self.unfused: Callable[..., Any] | None = None
-
-    def __call__(self, *arguments: Any) -> Any:
-        try:
-            _handed.packed = self.resolver(arguments)
-        except Refused as refusal:
-            return self._unfused(refusal.reason)(*arguments)
-        return self.compiled(*arguments)
-
-    def _unfused(self, reason: str) -> Callable[..., Any]:
-        """The original graph on stock Inductor, which is right for every weight."""
-        if self.unfused is None:
-            self.unfused = torch.compile(self.original, backend="inductor", options=self.stock)
-        note = f"at run time, not lowered: {reason}"
-        if note not in self.report.notes and len(self.report.notes) < NOTES:
-            self.report.notes.append(note)
-        return self.unfused
-
-
-class Appending:
-    """Inductor's compiled graph, called with the packed weights after its own inputs.
-
-    A graph without packed weights is wrapped all the same: AOTAutograd caches what Inductor returns
-    and skips our pass on a hit, though with other weights the same graph may well be lowered.
-    """
-
-    def __init__(self, compiled: Runner, packed: int) -> None:
-        self.compiled, self.packed = compiled, packed
-        self._boxed_call = True  # of the instance: `torch._dynamo.disable` copies only its dict
-
-    def __call__(self, inputs: list[Any]) -> Any:
-        if self.packed:
-            inputs.extend(_handed.packed)
-            _handed.packed = ()  # or it would outlive the model
-        return self.compiled(inputs)
 
 
 class Passes(CustomGraphPass):
@@ -197,6 +163,8 @@ class Matching:
         self.report = Report(target=options.target or "cpu")
         self.slots: list[Slot] = []
         self.fakes: list[torch.Tensor] = []
+        settings = [options.setting(p.name, p.default) for p in self.patterns]
+        self.required = "require" in settings
         self.ran = False
         self.failed: str | None = None
         self.rewritten: Graph | None = None
@@ -328,14 +296,13 @@ class Matching:
             warnings.warn("qinductor lowers nothing: Inductor runs no joint passes", stacklevel=2)
 
     def finish(self) -> None:
-        """Publishes the report; RequiredPatternError if a required pattern was not lowered."""
-        remember(self.report)
+        """RequiredPatternError if a required pattern was not lowered."""
         self.arguments = ()  # no weight is kept alive by what was compiled for it
         settings = {p.name: self.options.setting(p.name, p.default) for p in self.patterns}
         missed = [
             s for s in self.report.sites if settings[s.pattern] == "require" and not s.lowered
         ]
-        if self.failed and "require" in settings.values():
+        if self.failed and self.required:
             raise RequiredPatternError(f"a pattern is required, yet {self.failed}")
         if missed:
             raise RequiredPatternError(
@@ -385,7 +352,7 @@ def _is_static(node: Node, value: Any) -> bool:
     """
     if STATIC in (node.meta.get("tensor_dict") or {}) or isinstance(value, torch.nn.Parameter):
         return True
-    source = getattr(node.meta.get("grapharg"), "source", None)
+    source = getattr(node, SOURCE, None)
     while isinstance(source, ChainedSource) and not isinstance(source, AttrSource):
         source = source.base
     if not isinstance(source, LocalSource):

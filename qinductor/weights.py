@@ -17,10 +17,14 @@ from qinductor.errors import Refused
 from qinductor.regions import Leaf
 
 SAMPLE = 64  # elements of a leaf that its fingerprint reads
-CHECK_EVERY = 64  # calls between two looks at the fingerprints; the second call looks, too
+# Calls between two looks at the fingerprints; the second call looks, too. A prime, so that layers
+# that share a graph are looked at in turn.
+CHECK_EVERY = 61
 # Packings on consecutive calls after which a weight counts as no constant: written to in place, and
 # replaced by a new tensor (which rebuilding a model in a loop does, too).
 RESTLESS, REPLACED = 8, 64
+
+KEPT = 4096  # layers of which a graph remembers what it found
 
 # (own version, outer version, data pointer): all equal means nothing was written,
 # but for writes through `.data` or raw pointers, which bump no version.
@@ -34,6 +38,7 @@ class Entry:
     references, stamps, fingerprints  one for each leaf
     packed_at                         the resolver's call that packed it; 0 when compiled
     streak                            packings on consecutive calls up to that one
+    settled                           whether another variant of the graph would not take it either
     """
 
     references: tuple[tuple[int, Any], ...]  # id of a leaf, weak reference to its storage
@@ -43,6 +48,15 @@ class Entry:
     refused: str | None = None
     packed_at: tuple[int, int] = (0, 0)  # (resolver, its call)
     streak: int = 1
+    settled: bool = False
+
+
+class Unfit(Refused):
+    """The weights are not what a graph was compiled for; `entry` is the one that says so."""
+
+    def __init__(self, reason: str, entry: Entry) -> None:
+        super().__init__(reason)
+        self.entry = entry
 
 
 @dataclasses.dataclass(eq=False)
@@ -81,45 +95,68 @@ class Resolver:
         self.slots = list(slots)
         self.calls = 0
         self.unversioned = False  # inference tensors have no version: their bytes are looked at
-        self.last: tuple[list[Row], list[torch.Tensor]] | None = None
+        # Of each model or layer that the graph has run, by the identity of its first leaf.
+        self.last: dict[int, tuple[list[Row], list[torch.Tensor]]] = {}
         with _lock:
             _resolvers.add(self)
 
-    def __call__(self, arguments: Sequence[Any]) -> list[torch.Tensor]:
-        """The packed tensors, in slot order. Refused if a weight is not what was compiled for."""
+    def __call__(self, arguments: Sequence[Any], packs: bool = True) -> list[torch.Tensor] | None:
+        """The packed tensors, in slot order. Unfit if a weight is not what was compiled for.
+
+        `packs` False: None where a weight is unfit, or would have to be packed.
+        """
         self.calls += 1
         look = self.unversioned or self.calls == 2 or self.calls % CHECK_EVERY == 0
         if look and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             look = False
         # A tensor subclass would answer every attribute through Python: 1.5 us each.
         with torch._C.DisableTorchFunctionSubclass():
-            last = self.last
+            first = id(self.slots[0].leaves[0].of(arguments))
+            last = self.last.get(first)
             if last is not None and not look and _unchanged(last[0], arguments):
                 return last[1]
-            self.last = rows, found = self._resolved(arguments, look)
-            return found
+            resolved = self._resolved(arguments, look, packs)
+        if resolved is None:
+            self.calls -= 1  # this call comes again, with `packs`
+            return None
+        if len(self.last) >= KEPT:
+            self.last.clear()
+        self.last[first] = resolved
+        return resolved[1]
 
     def _resolved(
-        self, arguments: Sequence[Any], look: bool
-    ) -> tuple[list[Row], list[torch.Tensor]]:
+        self, arguments: Sequence[Any], look: bool, packs: bool
+    ) -> tuple[list[Row], list[torch.Tensor]] | None:
         rows: list[Row] = []
         found: list[torch.Tensor] = []
         for slot in self.slots:
-            entry = slot.entry
-            if entry is None or not _current(slot, entry, arguments):
-                entry = self._packed(slot, arguments)
-            elif look and entry.fingerprints != _fingerprints(slot, arguments):
+            entry = self._known(slot, arguments)
+            if look and entry is not None and entry.fingerprints != _fingerprints(slot, arguments):
                 with _lock:
                     _retire(_store.pop(_key(slot, arguments), None))
                     _retire(entry)
+                entry = None
+            if not packs and (entry is None or entry.refused is not None):
+                return None
+            if entry is None:
                 entry = self._packed(slot, arguments)
             if entry.refused is not None:
-                raise Refused(f"{slot.where}: {entry.refused}")
+                raise Unfit(f"{slot.where}: {entry.refused}", entry)
             # Of this entry, not of `slot.entry`, which another thread may have changed by now.
             rows.extend(_rows(slot, entry))
             found.extend([entry.tensors[name] for name in slot.names])
         self.unversioned = any(row[4] is None for row in rows)
         return rows, found
+
+    def _known(self, slot: Slot, arguments: Sequence[Any]) -> Entry | None:
+        """The entry of these weights, if there is one and nothing has changed since."""
+        entry = slot.entry
+        if entry is None or not _current(slot, entry, arguments):
+            entry = _store.get(_key(slot, arguments))
+            if entry is None or not _current(slot, entry, arguments) or not _holds(entry, slot):
+                return None
+            slot.entry = entry
+        return entry
 
     def _packed(self, slot: Slot, arguments: Sequence[Any]) -> Entry:
         with _lock, unset_fake_temporarily(), torch.no_grad():
@@ -141,6 +178,7 @@ class Resolver:
                 tensors, refused = _tried(slot, arguments, streak, patience)
                 known = _remember(slot, arguments, tensors, refused)
                 known.packed_at, known.streak = (id(self), self.calls), streak
+                known.settled = streak > patience
             slot.entry = known
             return known
 
@@ -182,7 +220,7 @@ def _retire(entry: Entry | None) -> None:
     if entry is not None:
         entry.stamps = tuple((None, None, -1) for _ in entry.stamps)
     for resolver in list(_resolvers):
-        resolver.last = None
+        resolver.last.clear()
 
 
 def _unchanged(rows: list[Row], arguments: Sequence[Any]) -> bool:
@@ -222,7 +260,7 @@ def _remember(
         if dead is not None:
             dead.tensors = {}
         for resolver in list(_resolvers):
-            resolver.last = None  # it may hold the tensors, too
+            resolver.last.clear()  # it may hold the tensors, too
 
     values = [leaf.of(arguments) for leaf in slot.leaves]
     entry = Entry(

@@ -286,27 +286,6 @@ def test_weights_made_in_inference_mode(calls):
         check(run, model, calls)
 
 
-@pytest.mark.parametrize(
-    "second",
-    [
-        pytest.param({"low": -100, "high": 100}, id="codes of 8 bits"),
-        pytest.param({"zeros": True}, id="zeros that differ"),
-    ],
-)
-def test_an_instance_that_is_no_such_weight_runs_unfused(calls, second):
-    model, other = Linear(1), Linear(2, **second)
-    run, unfused = compiled(model), compiled(other)
-    for _ in range(2):
-        check(run, model, calls)
-        check(unfused, other, calls, products=0)
-    (report,) = qinductor.reports()
-    assert report.lowered == 1
-    (note,) = report.notes
-    assert "at run time" in note and "compiled for" in note
-    other.load_state_dict(Linear(3).state_dict())
-    check(unfused, other, calls)
-
-
 def test_an_error_in_packing_at_run_time_runs_unfused(calls, monkeypatch):
     model, other = Linear(1), Linear(2)
     run, unfused = compiled(model), compiled(other)
