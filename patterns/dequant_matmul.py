@@ -66,10 +66,18 @@ class Parts:
         """Those that are there."""
         return [r for r in (self.weight, self.bias, self.output_scale) if r is not None]
 
-    def operands(self, structure: Structure, tensors: Sequence[torch.Tensor]) -> Operands:
-        """The operands for these leaves, proved."""
+    def operands(
+        self, structure: Structure | None, tensors: Sequence[torch.Tensor], known: Operands | None
+    ) -> Operands:
+        """The operands for these leaves, proved; the weight as it was proved, if it is known."""
         start = len(self.weight.leaves)
-        weight, vectors = read(self.weight, structure, tensors[:start]), []
+        if known is not None:
+            weight = known.weight
+        elif structure is None:
+            raise Refused("its weight was restored, and how to read another one is not known")
+        else:
+            weight = read(self.weight, structure, tensors[:start])
+        vectors = []
         for region in (self.bias, self.output_scale):
             value = None
             if region is not None:
@@ -111,7 +119,8 @@ class DequantMatmulPattern:
         parts, x, scaled = _parts(node, scope)
         leaves = tuple(leaf for region in parts.regions for leaf in region.leaves)
         values = [scope.value(leaf) for leaf in leaves]
-        structure, operands, evaluations = self._identified(parts, values)
+        known = scope.known(parts.weight)
+        structure, operands, evaluations = self._identified(parts, values, known)
         bias, output_scale = operands.bias, operands.output_scale
         contract = DequantMatmul(
             weight=operands.weight.format,
@@ -123,8 +132,10 @@ class DequantMatmulPattern:
         m = x.meta["val"].shape[0]
         plan = planner(DEQUANT_MATMUL, contract, m if isinstance(m, int) else None)
 
-        def pack(tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-            found = parts.operands(structure, tensors)
+        def pack(
+            tensors: Sequence[torch.Tensor], known: Operands | None = None
+        ) -> dict[str, torch.Tensor]:
+            found = parts.operands(structure, tensors, known)
             _check_format(found.weight, contract)
             return plan.pack(DEQUANT_MATMUL, contract, found)
 
@@ -138,25 +149,28 @@ class DequantMatmulPattern:
             bypassed=scaled,
             leaves=leaves,
             signature="\n".join([*(r.signature for r in parts.regions), str(contract)]),
+            weight=parts.weight,
             pack=pack,
             packed=lambda: plan.pack(DEQUANT_MATMUL, contract, operands),
             evaluations=evaluations,
         )
 
     def _identified(
-        self, parts: Parts, values: Sequence[torch.Tensor]
-    ) -> tuple[Structure, Operands, tuple[int, int]]:
+        self, parts: Parts, values: Sequence[torch.Tensor], restored: Operands | None
+    ) -> tuple[Structure | None, Operands, tuple[int, int]]:
         """Regions of equal signature share what probing found, and are proved one by one."""
         signature = parts.weight.signature
         known = self._structures.get(signature)
+        if restored is not None:
+            return known, parts.operands(known, values, restored), (0, 0)
         if known is not None:
             try:
-                return known, parts.operands(known, values), (0, 2)
+                return known, parts.operands(known, values, None), (0, 2)
             except Refused:
                 pass  # the constants that were kept real may differ: probe again
         found = identify(parts.weight, values[: len(parts.weight.leaves)])
         self._structures[signature] = found
-        return found, parts.operands(found, values), (found.evaluations, 2)
+        return found, parts.operands(found, values, None), (found.evaluations, 2)
 
 
 def _is_quantized(side: Node, scope: Scope) -> bool:

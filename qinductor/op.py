@@ -43,7 +43,9 @@ class Provider(Protocol):
         A name means the same tensor for every provider of the operator."""
 
     def pack(self, contract: Any, source: Any) -> dict[str, torch.Tensor]:
-        """The packed tensors, from what the pattern proved."""
+        """The packed tensors, from what the pattern proved.
+
+        That of the reference holds all of it: its `whole(contract, packed)` gives `source` back."""
 
     def run(self, contract: Any, x: torch.Tensor, packed: Sequence[torch.Tensor]) -> torch.Tensor:
         """The operator itself, on x of shape [M, K] with 1 <= M <= limit."""
@@ -69,6 +71,21 @@ class Op:
         if provider.name in self.providers:
             raise ValueError(f"{self.name} has a provider {provider.name!r} already")
         self.providers[provider.name] = provider
+
+    def operands(self, contract: Any) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """The packed tensors of the reference, from which `restored` makes what was packed."""
+        found: dict[str, tuple[tuple[int, ...], torch.dtype]]
+        found = self._specification.operands(contract)
+        return found
+
+    def restored(self, contract: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+        """What the pattern proved, bit for bit, from packed tensors that hold the reference's."""
+        names = self.operands(contract)
+        return self._specification.whole(contract, [tensors[name] for name in names])
+
+    @property
+    def _specification(self) -> Any:
+        return next(provider for provider in self.providers.values() if provider.reference)
 
     def plan(self, contract: Any, target: str, m: int | None, dense: bool = False) -> "Plan":
         """The providers for every M, or for this one. Refused with every provider's reason."""
@@ -101,9 +118,13 @@ class Op:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Which provider runs which M: (largest M, provider name), ascending."""
+    """Which provider runs which M: (largest M, provider name), ascending.
+
+    whole  whether the reference's tensors are packed as well, so that the weight can be restored
+    """
 
     steps: tuple[tuple[int, str], ...]
+    whole: bool = False
 
     def __str__(self) -> str:
         return ",".join(f"{limit}:{name}" for limit, name in self.steps)
@@ -133,12 +154,19 @@ class Plan:
             found.update(entry.providers[name].operands(contract))
         return found
 
+    def packs(self, entry: Op, contract: Any) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """All packed tensors that are kept."""
+        kept = entry.operands(contract) if self.whole else {}
+        return {**self.operands(entry, contract), **kept}
+
     def pack(self, entry: Op, contract: Any, source: Any) -> dict[str, torch.Tensor]:
         """All packed tensors; RuntimeError if a provider packs something else than it declares."""
         found: dict[str, torch.Tensor] = {}
         for _, name in self.steps:
             found.update(entry.providers[name].pack(contract, source))
-        for name, (shape, dtype) in self.operands(entry, contract).items():
+        if self.whole:
+            found.update(entry._specification.pack(contract, source))
+        for name, (shape, dtype) in self.packs(entry, contract).items():
             got = found[name]
             if tuple(got.shape) != shape or got.dtype != dtype or not got.is_contiguous():
                 raise RuntimeError(

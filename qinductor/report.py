@@ -45,6 +45,7 @@ class Report:
     matching_seconds  time spent finding, identifying, proving and packing
     packed_bytes      bytes of packed weights held beside the model's own tensors
     dense_bytes       those of them that hold a weight in its dense form
+    freed_bytes       bytes of the model's own tensors that were freed (`weights="replace"`)
     graphs            how many graphs it is about
     variants          how many times these were compiled, each for weights of other contracts
     notes             what concerns the graph and no single site
@@ -55,6 +56,7 @@ class Report:
     matching_seconds: float = 0.0
     packed_bytes: int = 0
     dense_bytes: int = 0
+    freed_bytes: int = 0
     graphs: int = 1
     variants: int = 1
     notes: list[str] = dataclasses.field(default_factory=list)
@@ -73,6 +75,7 @@ class Report:
         self.matching_seconds += other.matching_seconds
         self.packed_bytes += other.packed_bytes
         self.dense_bytes += other.dense_bytes
+        self.freed_bytes += other.freed_bytes
         self.notes.append(f"variant {self.variants} was compiled at run time: {reason}")
         self.notes.extend(other.notes)
 
@@ -81,12 +84,14 @@ class Report:
         return {**dataclasses.asdict(self), "lowered": self.lowered}
 
     def __str__(self) -> str:
+        freed = f", originals freed {self.freed_bytes / 1e6:.2f} MB" * (self.freed_bytes > 0)
         variants = f", {self.variants} variants" * (self.variants > self.graphs)
         head = (
             f"qinductor: {self.lowered} of {len(self.sites)} sites lowered for {self.target} "
             f"({self.graphs} graph{'s' * (self.graphs != 1)}{variants}; "
             f"matching {self.matching_seconds:.2f} s; packed weights "
-            f"{self.packed_bytes / 1e6:.2f} MB, of them dense {self.dense_bytes / 1e6:.2f} MB)"
+            f"{self.packed_bytes / 1e6:.2f} MB, of them dense {self.dense_bytes / 1e6:.2f} MB"
+            f"{freed})"
         )
         rows = [("where", "pattern", "contract", "lowered to, or why not")]
         for site in self.sites:
@@ -132,6 +137,7 @@ def joined(parts: list[Report]) -> Report:
         matching_seconds=sum(part.matching_seconds for part in parts),
         packed_bytes=sum(part.packed_bytes for part in parts),
         dense_bytes=sum(part.dense_bytes for part in parts),
+        freed_bytes=sum(part.freed_bytes for part in parts),
         graphs=len(parts),
         variants=sum(part.variants for part in parts),
         notes=[note for part in parts for note in part.notes],

@@ -12,7 +12,8 @@ import torch
 import qinductor
 from qinductor.op import OPS
 from qinductor.regions import Leaf
-from qinductor.weights import CHECK_EVERY, REPLACED, RESTLESS, Resolver, Slot
+from qinductor.store import Slot
+from qinductor.weights import CHECK_EVERY, REPLACED, RESTLESS, Resolver
 
 N, K, GROUP = 64, 64, 32
 X = torch.randn(4, K, generator=torch.Generator().manual_seed(1))
