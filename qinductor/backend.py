@@ -62,6 +62,7 @@ def qinductor(
         return retrace.graph
     if not matching.slots:
         return compiled
+    report = matching.report
 
     def another(arguments: Sequence[Any], reason: str) -> Variant | None:
         """One more variant of the graph, for weights that do not fit the others' contracts."""
@@ -71,7 +72,7 @@ def qinductor(
             return _compiled(gm, inputs, more), more
 
         (compiled, more), holds = retrace(arguments, again)
-        matching.report.add(more.report, reason)
+        report.add(more.report, reason)
         more.finish()
         return Variant(compiled, Resolver(more.slots), more.frees, holds) if more.slots else None
 
@@ -80,11 +81,9 @@ def qinductor(
         stock = _inductor_options(chosen)
         return torch.compile(retrace.graph, backend="inductor", options=stock)
 
-    first, called = (
-        Variant(compiled, Resolver(matching.slots), matching.frees),
-        names(retrace.graph),
-    )
-    return Compiled([first], another, unfused, matching.report, matching.required, called)
+    first = Variant(compiled, Resolver(matching.slots), matching.frees)
+    called = names(retrace.graph)
+    return Compiled([first], another, unfused, report, matching.required, called)
 
 
 def _compiled(gm: GraphModule, inputs: Sequence[Any], matching: "Matching") -> Callable[..., Any]:
@@ -240,7 +239,7 @@ class Matching:
         elsewhere = {leaf for slot in self.slots for leaf in slot.leaves[len(slot.region[1]) :]}
         large: set[Leaf] = set()
         for slot in self.slots:
-            weight = {leaf: values[leaf].nbytes for leaf in slot.region[1]}
+            weight = {leaf: values[leaf].nbytes for leaf in slot.region[1] if leaf in values}
             large.update(leaf for leaf in weight if SMALL * weight[leaf] >= sum(weight.values()))
         called = names(self.gm)
         for i, node in enumerate(graph.find_nodes(op="placeholder")):

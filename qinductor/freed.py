@@ -15,9 +15,9 @@ from torch._inductor.codecache import CppCodeCache
 from qinductor.errors import QinductorError
 
 MESSAGE = (
-    "this tensor's memory was freed by qinductor, as Options(weights='replace') asks: its weight is "
-    "packed now, and only the compiled model can use it. Compile with weights='keep' to save, move "
-    "or change the model, or load it again (load_state_dict(..., assign=True))"
+    "this tensor's memory was freed by qinductor, as Options(weights='replace') asks: its weight "
+    "is packed now, and only the compiled model can use it. Compile with weights='keep' to save, "
+    "move or change the model, or load it again (load_state_dict(..., assign=True))"
 )
 # For builds of torch without CUDA, which have no binding of it.
 FORBID = """

@@ -70,17 +70,19 @@ class Compiled:
         return compiled(*arguments)
 
     def _chosen(self, arguments: Sequence[Any]) -> Choice:
-        for variant in self.variants:
+        variants = self.variants
+        for variant in variants:
             if variant.holds(arguments):
                 packed = variant.resolver(arguments, packs=False)
                 if packed is not None:
                     return variant.compiled, packed
         found, unfit = self._fitting(arguments)
         # A variant passed over for its sizes would be compiled again as it was.
-        odd = not all(variant.holds(arguments) for variant in self.variants)
+        odd = not all(variant.holds(arguments) for variant in variants)
         if found is None and not odd and not any(why.entry.settled for why in unfit):
             with compile_lock:
-                found, unfit = self._fitting(arguments)  # another thread may have compiled it
+                if self.variants is not variants:  # another thread may have compiled it
+                    found, unfit = self._fitting(arguments)
                 if found is None:
                     found = self._another(arguments, unfit)
         return found or (self._unfused(arguments, unfit[0].reason), [])
@@ -92,7 +94,7 @@ class Compiled:
             try:
                 packed = variant.resolver(arguments) if variant.holds(arguments) else None
             except Unfit as why:
-                unfit.append(why)
+                unfit.append(why.with_traceback(None))  # whose frames would hold the arguments
                 continue
             if packed is not None:
                 self._free(variant, arguments)

@@ -464,3 +464,33 @@ def test_torchao(bits):
 def test_a_wrong_option():
     with pytest.raises(qinductor.OptionError, match="weights is 'free'; wanted one of keep, rep"):
         qinductor.Options(weights="free")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+def test_on_a_gpu(mode):
+    """Under CUDA graphs, too, nothing asks for the address of what was freed."""
+    kinds = [{}, {}, {"low": 4, "high": 12, "zeros": False}]
+    models, twins = (
+        [
+            torch.nn.Sequential(
+                *(Linear(10 * i + j, dtype=torch.bfloat16, **kind) for j in range(2))
+            )
+            for i, kind in enumerate(kinds)
+        ]
+        for _ in "ab"
+    )
+    for pair in (*models, *twins):
+        pair[1] = torch.nn.Sequential(torch.nn.Linear(N, K), pair[1]).bfloat16()
+        pair.cuda().requires_grad_(False)
+    for model, twin in zip(models, twins, strict=True):
+        twin[1][0].load_state_dict(model[1][0].state_dict())
+    runs = [compiled(model, mode=mode) for model in models]
+    for m in (4, 4, 4, 4, 9, 9, 9, 33, 4):
+        x = torch.randn(m, K, device="cuda", dtype=torch.bfloat16)
+        for run, model, twin in zip(runs, models, twins, strict=True):
+            with torch.no_grad():
+                check(run, twin, x)
+            assert model[0].codes.untyped_storage().nbytes() == 0
+    with pytest.raises(Exception, match=UNREADABLE):
+        models[0](x)

@@ -13,6 +13,7 @@ from qinductor import backend
 from qinductor.errors import Refused
 from qinductor.op import OPS
 from qinductor.runtime import VARIANTS
+from qinductor.weights import RESTLESS
 
 N, K, GROUP = 64, 64, 32
 X = torch.randn(4, K, generator=torch.Generator().manual_seed(1))
@@ -172,8 +173,9 @@ def test_the_fifth_contract_runs_on_stock_inductor(products, compiles):
     (report,) = qinductor.reports()
     assert (report.variants, report.lowered) == (4, 4)
     assert len({site.contract for site in report.sites}) == 4
-    (last,) = report.notes[3:]
-    assert "at run time, not lowered" in last and "4 variants" in last
+    limit, last = report.notes[3:]
+    assert limit == "4 variants of a graph are compiled at most"
+    assert last.startswith("at run time, not lowered: ") and "compiled for" in last
     models[4].load_state_dict(models[1].state_dict())
     check(runs[4], models[4], products)
 
@@ -356,3 +358,33 @@ def test_variants_of_tensor_subclasses(products, compiles, what):
     assert [s.contract.split()[2].split("[")[0] for s in qinductor.last_report().sites] == [
         "int4", "int8"
     ]  # fmt: skip
+
+
+def test_a_call_that_runs_unfused_leaves_no_arguments_behind(packs):
+    model, other = Linear(1), spoilt(Linear(2))
+    run, unfused = compiled(model, options=EAGER_REST), compiled(other, options=EAGER_REST)
+    run(X), unfused(X), unfused(X)
+    gc.collect()
+    gc.disable()
+    try:
+        x = torch.randn(4, K)
+        kept = weakref.ref(x)
+        unfused(x)
+        del x
+        assert kept() is None
+    finally:
+        gc.enable()
+
+
+def test_unfit_weights_that_change_on_every_call_are_demoted(products, compiles, packs):
+    model, other = Linear(1), spoilt(Linear(2))
+    run, unfused = compiled(model, options=EAGER_REST), compiled(other, options=EAGER_REST)
+    check(run, model, products)
+    tried = []
+    for _ in range(3 * RESTLESS):
+        other.zero.add_(1)
+        packs.clear()
+        torch.testing.assert_close(unfused(X), other(X), equal_nan=True)
+        tried.append(len(packs))
+    assert tried[-RESTLESS:] == [0] * RESTLESS, "it still packs on every call"
+    assert len(compiles) <= VARIANTS
