@@ -44,12 +44,8 @@ class Retrace:
         shapes = mode.shape_env
         if self.guarded is None:
             self.guarded = len(shapes.guards)
-        frozen, shapes.frozen = shapes.frozen, False  # or it would drop what is assumed from now on
-        try:
-            with _disable_current_modes(), tracing(TracingContext(mode)):
-                made = compiles(copied(self.graph), inputs)
-        finally:
-            shapes.frozen = frozen
+        with _disable_current_modes(), tracing(TracingContext(mode)):
+            made = compiles(copied(self.graph), inputs)
         assumed = shapes.guards[self.guarded :]
         symbols = [self.examples[i] for i in self.symbolic]
         code = shapes.produce_guards_expression(symbols, guards=assumed) if assumed else None
