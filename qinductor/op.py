@@ -168,10 +168,12 @@ class Plan:
             found.update(entry._specification.pack(contract, source))
         for name, (shape, dtype) in self.packs(entry, contract).items():
             got = found[name]
-            if tuple(got.shape) != shape or got.dtype != dtype or not got.is_contiguous():
+            fits = tuple(got.shape) == shape and got.dtype == dtype and got.is_contiguous()
+            if not fits or got.is_meta:  # meta: made from a tensor that was freed
                 raise RuntimeError(
                     f"packed tensor {name!r} of {entry.name} must be a contiguous {dtype}"
-                    f"{list(shape)}; got {got.dtype}{list(got.shape)}, strides {got.stride()}"
+                    f"{list(shape)}; got {got.dtype}{list(got.shape)}, strides {got.stride()}, "
+                    f"on {got.device}"
                 )
         return found
 
