@@ -32,7 +32,8 @@ class Parameter:
     dtype     narrowest dtype that the region converts it to
     shape     of the whole tensor
     bn, bk    block of W that shares an entry
-    step, base  the entry of block (i, j), counted in row-major order, is base[j] + i * step
+    step, base  the entry of block (i, j), counted in row-major order, is base[j] + i * step; past
+                the last one they begin anew, as scales that experts share do
     sign      -1 where the region adds what the format subtracts
     how       what a scale does: "*" or "/" of W, or "^": W is multiplied by 2 to its power
     order     position -> column of W, where blocks are of permuted columns; else None
@@ -52,12 +53,12 @@ class Parameter:
     def gather(self, value: torch.Tensor, n: int) -> torch.Tensor:
         """The grid [ceil(n / bn), ceil(k / bk)] of entries, in `dtype`."""
         at = self.base + torch.arange(-(-n // self.bn))[:, None] * self.step
-        entries = value.reshape(-1)[at.to(value.device)]
+        entries = value.reshape(-1)[at.to(value.device) % value.numel()]
         if self.how == "^":
             entries = torch.exp2(entries.double())
         entries = entries.to(self.dtype)
-        if self.sign != 1 and entries.dtype in (torch.uint8, torch.int8):
-            entries = entries.to(torch.int16)  # -z of uint8 would wrap
+        if self.sign != 1 and entries.dtype.itemsize == 1:  # -z of uint8 would wrap
+            entries = entries.to(torch.bfloat16 if entries.is_floating_point() else torch.int16)
         return entries * self.sign if self.sign != 1 else entries
 
 
