@@ -131,6 +131,8 @@ def _codebook(unit: torch.Tensor, structure: Structure) -> _Coded:
             f"under unit scales W takes {len(found)} values and more; codes have at most 256"
         )
     for name, entries in CODEBOOKS.items():
+        if len(entries) > 2 ** max(structure.density, 1):
+            continue  # a table of as many values as there are takes fewer bits
         book = _sortable(torch.tensor(entries, device=unit.device))
         order = book.argsort()
         if not _places(book[order], found)[1].any():
@@ -242,7 +244,9 @@ def _candidates(
     operands = {"scale": grids.scale, "outer": grids.outer, "table": coded.table,
                 "order": grids.order}  # fmt: skip
     zero, inside = grids.zero, structure.zero_moves == "inside"
-    folded = _without_zero(coded, zero) if zero is not None and inside else None
+    folded = None
+    if zero is not None and (inside or not bool((zero != 0).any())):
+        folded = _without_zero(coded, zero)
     if folded is not None:
         for steps, compute in itertools.product(grids.steps, structure.dtypes):
             form = dataclasses.replace(
