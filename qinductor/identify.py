@@ -17,12 +17,11 @@ from torch.fx import Node
 
 from qinductor.errors import Refused
 from qinductor.locate import MoreRows, Parameter, carriers_of, factor, located
-from qinductor.probe import Prober, Reduced, descendants, told_apart
+from qinductor.probe import SAMPLE, Prober, Reduced, descendants, told_apart
 from qinductor.regions import CODED, FLOAT8, FLOATS, INTEGER, VIEWS, Region, aten, describe
 
 ROW_COUNTS = (32, 256)  # rows to probe on: enough for groups, enough for two blocks of 128
 SCALES = 2  # that a format has at most
-SAMPLE = 1 << 16  # elements in which the values of codes are counted
 NEAR = 0.05  # of a ratio of steps: they are rounded, and what is concluded is proved later
 
 
@@ -152,16 +151,18 @@ def _roles(reduced: Reduced, probe: Prober) -> tuple[list[tuple[Node, str]], Nod
     zeros = [n for n in whole if _counts(probe, n, start)]
     scales: list[tuple[Node, str]] = []
     for node in (n for n in whole if n not in zeros):
-        one, three = (_with(probe, node, value, len(start)) for value in (1, 3))
-        if one is None or three is None:
+        given = probe.like(node, 1), probe.mixed(node, 3)
+        one, more = (_with(probe, node, value, len(start)) for value in given)
+        if one is None or more is None:
             continue  # an index, which keeps its real value
-        slope = _steps(three, start) / _steps(one, start)
-        scales.extend((node, how) for how, factor in (("*", 3), ("^", 4)) if _near(slope, factor))
+        slope = _steps(more, start) / _steps(one, start)
+        kinds = {"*": (3, 4), "^": (4, 8)}  # neither, if W takes several entries at one place
+        scales.extend((node, how) for how, factors in kinds.items() if _near(slope, *factors))
     probe.given.update({n: probe.like(n, _neutral(how)) for n, how in scales})
     if scales:
         start = [probe(fill, {}) for fill in probe.fills[: len(start)]]
     for node in floats:
-        values = _with(probe, node, 2, len(start)) or start
+        values = _with(probe, node, probe.like(node, 2), len(start)) or start
         slope = _steps(values, start) / _steps(start, start)
         if _near(slope, 2) or _near(slope, 0.5):
             scales.append((node, "*" if _near(slope, 2) else "/"))
@@ -217,10 +218,10 @@ def _check_distinct(probe: Prober, levels: Sequence[torch.Tensor]) -> None:
             )
 
 
-def _with(probe: Prober, node: Node, value: float, fills: int) -> list[torch.Tensor] | None:
+def _with(probe: Prober, node: Node, value: torch.Tensor, fills: int) -> list[torch.Tensor] | None:
     """W for the first fills with one parameter at a value; None if the region does not take it."""
     try:
-        return [probe(fill, {node: probe.like(node, value)}) for fill in probe.fills[:fills]]
+        return [probe(fill, {node: value}) for fill in probe.fills[:fills]]
     except (RuntimeError, IndexError):
         return None
 
@@ -233,12 +234,13 @@ def _steps(values: Sequence[torch.Tensor], start: Sequence[torch.Tensor]) -> tor
     return step
 
 
-def _near(slope: torch.Tensor, factor: float) -> bool:
-    return bool(((slope / factor - 1).abs() < NEAR).all())
+def _near(slope: torch.Tensor, *factors: float) -> bool:
+    near = torch.stack([(slope / factor - 1).abs() < NEAR for factor in factors])
+    return bool(near.any(0).all())
 
 
 def _counts(probe: Prober, node: Node, start: Sequence[torch.Tensor]) -> bool:
-    """Whether adding to an integer parameter moves W, by the same everywhere and for all codes."""
+    """Whether adding to an integer parameter moves W, each place by one entry and for all codes."""
     held = probe.values[node]
     if held.numel() and int(held.max()) > torch.iinfo(held.dtype).max - 2:
         held = held.clamp(max=torch.iinfo(held.dtype).max - 2)
@@ -248,7 +250,8 @@ def _counts(probe: Prober, node: Node, start: Sequence[torch.Tensor]) -> bool:
         first = one.flatten()[0]
         if first == 0 or (one != first).any():
             return False
-        return bool((probe(probe.fills[1], {node: held + 2}) - start[1] == 2 * first).all())
+        move = (probe(probe.fills[1], {node: held + probe.mixed(node, 1)}) - start[1]) / first
+        return bool(((move == 1) | (move == 2)).all())
     except (RuntimeError, IndexError):  # an index keeps its real value
         return False
 

@@ -1,6 +1,7 @@
 """A region as a function of its codes and parameters, run on probes."""
 
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -10,6 +11,7 @@ from qinductor.errors import Refused
 from qinductor.regions import CASTS, INTEGER, MOVES, Region, aten, evaluate
 from qinductor.rows import Prefix, Rows
 
+SAMPLE = 1 << 16  # elements in which the values of codes are counted
 BUDGET = 40  # evaluations of one region, the two whole ones of `read` included
 # What reads entries of its first argument at the places that another argument names.
 LOOKUPS = {
@@ -31,9 +33,11 @@ class Reduced:
         dependent = descendants(region.nodes, {code})
         self.region, self.code = region, code
         self.leaves = dict(zip(region.inputs, leaves, strict=True))
-        # One number that the graph itself holds is part of the arithmetic.
-        held = descendants(region.nodes, {*region.inputs})
-        numbers = {n for n in region.nodes if n not in held and n.meta["val"].numel() == 1}
+        # What the graph itself makes, or one number that it holds, is part of the arithmetic.
+        stored = descendants(region.nodes, {*region.inputs, *region.constants})
+        varying = descendants(region.nodes, {*region.inputs})
+        numbers = {n for n in region.nodes if n not in stored
+                   or n not in varying and n.meta["val"].numel() == 1}  # fmt: skip
         self.chains: dict[Node, set[torch.dtype]] = {}
         self.tables: set[Node] = set()
         for node in (n for n in region.nodes if n in dependent):
@@ -89,13 +93,18 @@ class Prober:
         self.function = Rows(reduced.nodes, region.output, prefix)
         self.region, self.code = region, reduced.code
         self.values = {n: self.function.take(n, t).cpu() for n, t in real.items()}
-        self.density = bits_each(real[reduced.code], region)
+        self.density = bits_each(reduced, real)
         self.fills, self.spare = _fills(self.values[self.code], self.density)
         self.given: dict[Node, torch.Tensor] = {}
 
     def like(self, node: Node, value: float) -> torch.Tensor:
         """A parameter filled with one value."""
         return _filled(self.values[node], value)
+
+    def mixed(self, node: Node, value: int) -> torch.Tensor:
+        """A parameter filled with this value and the next one in turns."""
+        held = self.values[node]
+        return value + torch.arange(held.numel(), dtype=held.dtype).view(held.shape) % 2
 
     def __call__(self, fill: torch.Tensor, given: Mapping[Node, torch.Tensor]) -> torch.Tensor:
         """W[rows, K] in float64 for these codes; parameters not given are as set by `settle`."""
@@ -126,19 +135,28 @@ class Prober:
         return found
 
 
-def bits_each(codes: torch.Tensor, region: Region) -> float:
-    """Bits of the code tensor for each element of W; 8 and more where each has its own word."""
-    elements = region.shape[0] * region.shape[1]
+def bits_each(reduced: Reduced, real: Mapping[Node, torch.Tensor]) -> float:
+    """Bits of the code tensor for each element of W; 8 and more where each has its own word.
+
+    Further integers for each element, which keep their values, are more bits of its code.
+    """
+    elements, codes = math.prod(reduced.region.shape), real[reduced.code]
     if codes.numel() == elements:
         return max(8.0, codes.itemsize * 8)
-    return codes.numel() * codes.itemsize * 8 / elements
+    stored = descendants(reduced.region.nodes, {*reduced.region.inputs})
+    others = [
+        real[n].flatten() for n in reduced.chains if n in stored and real[n].numel() >= elements
+    ]
+    more = [len(t[:SAMPLE].unique()) for t in others if t.dtype in (*INTEGER, torch.bool)]
+    return codes.numel() * codes.itemsize * 8 / elements + sum((n - 1).bit_length() for n in more)
 
 
 def _fills(real: torch.Tensor, density: float) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Values to try for the code tensor, and others for when these tell no codes apart.
 
-    All bits set and all clear give every element the same code in any packing by bits; random words
-    reach other codes; the real ones are always in range of what they index.
+    All bits set and all clear give every element the same code in any packing by bits, 0x79 in
+    bytes of base 3; random words reach other codes; the real ones are always in range of what they
+    index.
     """
     if real.is_floating_point():
         return [_filled(real, 1), _filled(real, 2)], []
@@ -149,7 +167,7 @@ def _fills(real: torch.Tensor, density: float) -> tuple[list[torch.Tensor], list
     view.copy_(torch.randint(0, 256, view.shape, generator=seeded))
     words = [_filled(real, value) for value in (5, 3, 1)]
     bits = []
-    for byte in (0xFF, 0x00, 0x55):
+    for byte in (0xFF, 0x00, 0x55, 0x79):
         bits.append(torch.empty(real.shape, dtype=real.dtype))
         bits[-1].view(torch.uint8).fill_(byte)
     if density >= 8:
