@@ -161,16 +161,18 @@ def _roles(reduced: Reduced, probe: Prober) -> tuple[list[tuple[Node, str]], Nod
     probe.given.update({n: probe.like(n, _neutral(how)) for n, how in scales})
     if scales:
         start = [probe(fill, {}) for fill in probe.fills[: len(start)]]
+        others = {*whole} - {*zeros, *(n for n, _ in scales)}
+        zeros += [n for n in whole if n in others and _counts(probe, n, start)]
     for node in floats:
         values = _with(probe, node, probe.like(node, 2), len(start)) or start
         slope = _steps(values, start) / _steps(start, start)
         if _near(slope, 2) or _near(slope, 0.5):
             scales.append((node, "*" if _near(slope, 2) else "/"))
         elif not _near(slope, 1):
-            odd = slope[(slope - 1).abs() > NEAR].flatten()
+            odd = slope[~_each_near(slope, 0.5, 1, 2)].unique().tolist() or slope.unique().tolist()
             raise Refused(
                 f"doubling {describe(node)} must double, halve or keep W's step from code to code; "
-                f"it makes it {float(odd[0]):g} times as large"
+                f"it makes it {' and '.join(f'{v:g}' for v in odd[:3])} times as large"
             )
         elif values[0].ne(start[0]).any():
             zeros.append(node)
@@ -191,9 +193,11 @@ def _neutral(how: str) -> int:
 def _apart(probe: Prober, given: dict[Node, torch.Tensor]) -> list[torch.Tensor]:
     """W for the first fills, sorted such that these tell all elements' codes apart."""
     start = probe.settle(given)
+    own, usual = len(start), probe.fills
     if not told_apart(start):
-        probe.fills += probe.spare
-        start = probe.settle({})
+        probe.fills = probe.spare
+        start += probe.settle({})
+        probe.fills = usual + probe.fills
     apart = told_apart(start)
     if not apart:
         n, k = torch.stack([start[0] == other for other in start]).all(0).nonzero()[0].tolist()
@@ -201,7 +205,7 @@ def _apart(probe: Prober, given: dict[Node, torch.Tensor]) -> list[torch.Tensor]
             f"W must depend on its codes everywhere; W[{n},{k}] is {float(start[0][n, k]):g} for "
             "all that were tried"
         )
-    others = [i for i in range(len(start)) if i not in apart]
+    others = [i for i in range(own) if i not in apart]
     probe.fills = [probe.fills[i] for i in [*apart, *others]]
     return [start[i] for i in apart]
 
@@ -234,9 +238,12 @@ def _steps(values: Sequence[torch.Tensor], start: Sequence[torch.Tensor]) -> tor
     return step
 
 
+def _each_near(slope: torch.Tensor, *factors: float) -> torch.Tensor:
+    return torch.stack([(slope / factor - 1).abs() < NEAR for factor in factors]).any(0)
+
+
 def _near(slope: torch.Tensor, *factors: float) -> bool:
-    near = torch.stack([(slope / factor - 1).abs() < NEAR for factor in factors])
-    return bool(near.any(0).all())
+    return bool(_each_near(slope, *factors).all())
 
 
 def _counts(probe: Prober, node: Node, start: Sequence[torch.Tensor]) -> bool:
@@ -248,10 +255,10 @@ def _counts(probe: Prober, node: Node, start: Sequence[torch.Tensor]) -> bool:
     try:
         one = probe(probe.fills[0], {node: held + 1}) - start[0]
         first = one.flatten()[0]
-        if first == 0 or (one != first).any():
+        if not _near(one / first, 1):
             return False
-        move = (probe(probe.fills[1], {node: held + probe.mixed(node, 1)}) - start[1]) / first
-        return bool(((move == 1) | (move == 2)).all())
+        move = probe(probe.fills[1], {node: held + probe.mixed(node, 1)}) - start[1]
+        return _near(move / first, 1, 2)
     except (RuntimeError, IndexError):  # an index keeps its real value
         return False
 
@@ -265,12 +272,13 @@ def _unit(probe: Prober, zero: Node, scales: Sequence[tuple[Node, str]]) -> tupl
         fill = probe.fills[0]
         start, end = (probe(fill, {**given, zero: probe.like(zero, z)}) for z in (0, 1))
         move = (end - start).flatten()
-        if (move != move[0]).any():
+        if not _near(move / move[0], 1):
             raise Refused(
                 "a zero of 1 must move W by the same everywhere; it moves by "
                 f"{[float(v) for v in move.unique()[:3]]}"
             )
-        moves.append(float(move[0]))
+        first = float(move[0])
+        moves.append(round(first) if abs(first - round(first)) < NEAR else first)
     if abs(moves[0]) != 1:
         raise Refused(f"a zero of 1 must move W by 1 where the scale is 1; it moves by {moves[0]}")
     inside = moves[1] == moves[0] * 2 ** len(scales)

@@ -274,8 +274,6 @@ def _arithmetics(grids: _Grids, inside: bool) -> Iterator[str]:
             yield f"q{steps}+z"
         else:
             yield f"(q-z){steps}" if steps else "q-z"
-            if steps == "*s":
-                yield "q*s-z*s"
 
 
 def _without_zero(coded: _Coded, zero: torch.Tensor) -> _Coded | None:
