@@ -158,7 +158,7 @@ def _roles(reduced: Reduced, probe: Prober) -> tuple[list[tuple[Node, str]], Nod
         slope = _steps(more, start) / _steps(one, start)
         kinds = {"*": (3, 4), "^": (4, 8)}  # neither, if W takes several entries at one place
         scales.extend((node, how) for how, factors in kinds.items() if _near(slope, *factors))
-    probe.given.update({n: probe.like(n, _neutral(how)) for n, how in scales})
+    probe.given.update({n: probe.like(n, how != "^") for n, how in scales})
     if scales:
         start = [probe(fill, {}) for fill in probe.fills[: len(start)]]
         others = {*whole} - {*zeros, *(n for n, _ in scales)}
@@ -183,11 +183,6 @@ def _roles(reduced: Reduced, probe: Prober) -> tuple[list[tuple[Node, str]], Nod
                 f"{' and '.join(map(describe, found))}"
             )
     return scales, next(iter(zeros), None)
-
-
-def _neutral(how: str) -> int:
-    """The value of a scale that leaves W as it is."""
-    return 0 if how == "^" else 1
 
 
 def _apart(probe: Prober, given: dict[Node, torch.Tensor]) -> list[torch.Tensor]:

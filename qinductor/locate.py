@@ -117,7 +117,12 @@ def located(
         inner = math.prod(held.shape[axis + 1 :])
         at += index // inner % held.shape[axis] * stride
     demand = probe.function.demand.get(node)
-    bn, bk, step, order = _blocks(at, describe(node), probe.rows, region.shape, demand)
+    try:
+        bn, bk, step, order = _blocks(at, describe(node), probe.rows, region.shape, demand)
+    except Refused:
+        if (digit({node: probe.like(node, base - 1 + offset)}).round() != base - 1).any():
+            raise Refused(f"W must be in proportion to {describe(node)}; it is not") from None
+        raise
     dtypes = [d for d in reduced.chains[node] if d.is_floating_point] or [held.dtype]
     narrowest = held.dtype if held.dtype in INTEGER else min(dtypes, key=lambda d: d.itemsize)
     if how == "^":
