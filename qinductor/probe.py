@@ -166,10 +166,7 @@ def _fills(real: torch.Tensor, density: float) -> tuple[list[torch.Tensor], list
     view, seeded = random.view(torch.uint8), torch.Generator().manual_seed(0)
     view.copy_(torch.randint(0, 256, view.shape, generator=seeded))
     words = [_filled(real, value) for value in (5, 3, 1)]
-    bits = []
-    for byte in (0xFF, 0x00, 0x55, 0x79):
-        bits.append(torch.empty(real.shape, dtype=real.dtype))
-        bits[-1].view(torch.uint8).fill_(byte)
+    bits = [torch.full_like(view, byte).view(real.dtype) for byte in (0xFF, 0x00, 0x55, 0x79)]
     if density >= 8:
         return [*words[:2], real], [*bits, random, *words[2:]]
     return [*bits[:2], random, real], [*bits[2:], *words]
@@ -194,7 +191,10 @@ def _narrowest(node: Node) -> tuple[Node, set[torch.dtype]]:
     dtypes = {node.meta["val"].dtype}
     while node.op == "call_function" and node.target in MOVES | CASTS:
         source = node.args[0]
-        if not isinstance(source, Node):
+        tiled = (
+            node.target is aten.permute.default and sum(s > 1 for s in node.meta["val"].shape) > 3
+        )
+        if not isinstance(source, Node) or tiled:  # entries of tiles are in order only behind it
             break
         dtype = source.meta["val"].dtype
         if node.target in CASTS and dtype not in COUNTING and dtype not in INTEGER:

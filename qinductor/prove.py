@@ -30,7 +30,8 @@ def read(region: Region, structure: Structure, leaves: Sequence[torch.Tensor]) -
     """The weight that the region makes of these leaves, proved bitwise equal to its format.
 
     Two whole evaluations: W itself, and W with unit scales, whose values are the codes, unpacked
-    and in place; a third where entries of a codebook are rounded. Refused with the nearest format, the first difference and both values.
+    and in place; a third where entries of a codebook are rounded. Refused with the nearest format,
+    the first difference and both values.
     """
     reduced = Reduced(region, region.nodes[structure.code], leaves)
     real = reduced.real()

@@ -307,6 +307,13 @@ def nvfp4(how: str) -> Callable[..., torch.Tensor]:
     return f
 
 
+def tiled(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """e2m1 codes; scales lie in tiles of 128 rows and four columns."""
+    n, groups = len(packed), packed.shape[1] // 8
+    s = scale.view(n // 128, groups // 4, 32, 4, 4).permute(0, 3, 2, 1, 4).reshape(n, groups)
+    return grouped(FP4[nibbles(packed).int()], s.to(FP32)).bfloat16()
+
+
 def fp4_leaves(n: int, k: int, dtype: torch.dtype = FP32) -> list[torch.Tensor]:
     return [bytes_(n, k // 2), rand(n, k // 16).to(E4M3), torch.tensor([0.69], dtype=dtype)]
 
@@ -487,6 +494,12 @@ FORMATS: dict[str, Format] = {
     "nvfp4 in bf16, divides last": Format(
         nvfp4("divides last"), lambda n, k: fp4_leaves(n, k, BF16),
         "float4_e2m1fn group-16 q*s/t float8_e4m3fn None bf16 bf16 outer=bf16"),
+    "fp4 with scales in tiles": Format(
+        tiled, lambda n, k: [bytes_(max(n, 256), 64), rand(max(n, 256) * 8).to(E4M3)],
+        "float4_e2m1fn group-16 q*s float8_e4m3fn None bf16 bf16"),
+    "fp4 with e8m0 scales in tiles": Format(
+        tiled, lambda n, k: [bytes_(max(n, 256), 64), e8m0(max(n, 256) * 8)],
+        "float4_e2m1fn group-16 q*s fp32 None bf16 bf16"),
     **{
         f"mxfp4 by {how}": Format(
             by_power(how), lambda n, k: [bytes_(n, k // 2), small(n, k // 32)],
