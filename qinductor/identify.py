@@ -53,7 +53,7 @@ def identify(region: Region, leaves: Sequence[torch.Tensor]) -> Structure:
     """The structure of a region, or Refused with the reason of its likeliest code tensor."""
     holders = sorted(
         (*region.inputs, *region.constants),
-        key=lambda n: -n.meta["val"].numel() * n.meta["val"].itemsize,
+        key=lambda n: (n.meta["val"].dtype is torch.bool, -n.meta["val"].nbytes),  # or a mask
     )
     found = list(dict.fromkeys(code for node in holders for code in _codes_in(node, region)))
     if not found:
