@@ -18,8 +18,6 @@ from qinductor.probe import Prober, Reduced
 from qinductor.regions import FLOAT8, FLOATS, INTEGER, describe
 from qinductor.rows import Demand
 
-FEW = 32  # entries of an integer tensor that may be a table of shifts
-
 
 class MoreRows(Exception):
     """The probed rows end before the parameter's first block does."""
@@ -33,7 +31,8 @@ class Parameter:
     dtype     narrowest dtype that the region converts it to
     shape     of the whole tensor
     bn, bk    block of W that shares an entry
-    step, base  the entry of block (i, j), counted in row-major order, is base[j] + i * step
+    step, base  the entry of block (i, j), counted in row-major order, is base[j] + i * step; past
+                the last one they begin anew, as scales that experts share do
     sign      -1 where the region adds what the format subtracts
     how       what a scale does: "*" or "/" of W, or "^": W is multiplied by 2 to its power
     order     position -> column of W, where blocks are of permuted columns; else None
@@ -53,12 +52,12 @@ class Parameter:
     def gather(self, value: torch.Tensor, n: int) -> torch.Tensor:
         """The grid [ceil(n / bn), ceil(k / bk)] of entries, in `dtype`."""
         at = self.base + torch.arange(-(-n // self.bn))[:, None] * self.step
-        entries = value.reshape(-1)[at.to(value.device)]
+        entries = value.reshape(-1)[at.to(value.device) % value.numel()]
         if self.how == "^":
             entries = torch.exp2(entries.double())
         entries = entries.to(self.dtype)
-        if self.sign != 1 and entries.dtype in (torch.uint8, torch.int8):
-            entries = entries.to(torch.int16)  # -z of uint8 would wrap
+        if self.sign != 1 and entries.dtype.itemsize == 1:  # -z of uint8 would wrap
+            entries = entries.to(torch.bfloat16 if entries.is_floating_point() else torch.int16)
         return entries * self.sign if self.sign != 1 else entries
 
 
@@ -117,7 +116,12 @@ def located(
         inner = math.prod(held.shape[axis + 1 :])
         at += index // inner % held.shape[axis] * stride
     demand = probe.function.demand.get(node)
-    bn, bk, step, order = _blocks(at, describe(node), probe.rows, region.shape, demand)
+    try:
+        bn, bk, step, order = _blocks(at, describe(node), probe.rows, region.shape, demand)
+    except Refused:
+        if (digit({node: probe.like(node, base - 1 + offset)}).round() != base - 1).any():
+            raise Refused(f"W must be in proportion to {describe(node)}; it is not") from None
+        raise
     dtypes = [d for d in reduced.chains[node] if d.is_floating_point] or [held.dtype]
     narrowest = held.dtype if held.dtype in INTEGER else min(dtypes, key=lambda d: d.itemsize)
     if how == "^":
@@ -153,8 +157,8 @@ def _firsts(table: torch.Tensor, axis: int) -> torch.Tensor:
 
 
 def _recomputed(reduced: Reduced, probe: Prober, node: Node) -> list[torch.Tensor]:
-    """The probed part of a parameter for random values of the tensors behind it; indices and tables
-    of shifts keep theirs."""
+    """The probed part of a parameter for random values of the tensors behind it; indices and what
+    is shifted by keep theirs."""
     seeded = torch.Generator().manual_seed(1)
 
     def random(leaf: torch.Tensor) -> torch.Tensor:
@@ -163,7 +167,7 @@ def _recomputed(reduced: Reduced, probe: Prober, node: Node) -> list[torch.Tenso
 
     free = []
     for at, leaf in reduced.leaves.items():
-        if leaf.dtype in (*FLOATS, *FLOAT8) or (leaf.dtype in INTEGER and leaf.numel() > FEW):
+        if leaf.dtype in (*FLOATS, *FLOAT8, *INTEGER) and at not in reduced.amounts:
             with contextlib.suppress(RuntimeError, IndexError):
                 reduced.computed([node], {at: random(leaf)})
                 free.append(at)

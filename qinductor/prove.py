@@ -30,28 +30,34 @@ def read(region: Region, structure: Structure, leaves: Sequence[torch.Tensor]) -
     """The weight that the region makes of these leaves, proved bitwise equal to its format.
 
     Two whole evaluations: W itself, and W with unit scales, whose values are the codes, unpacked
-    and in place. Refused with the nearest format, the first difference and both values.
+    and in place; a third where entries of a codebook are rounded. Refused with the nearest format,
+    the first difference and both values.
     """
     reduced = Reduced(region, region.nodes[structure.code], leaves)
     real = reduced.real()
     parameters = [*structure.scales, *([structure.zero] if structure.zero else [])]
-    unit = region.oriented(_unit(reduced, real, structure))
-    coded = _coded(unit, real[reduced.code].dtype, structure)
     found = _grids(structure, {p: real[region.nodes[p.at]] for p in parameters}, region.shape)
     value = region(leaves)
     nearest = ""
-    for weight in _candidates(region, structure, coded, found):
-        nearest = _differs(weight, value)
-        if not nearest:
-            return weight
+    # Entries of a codebook are to be what they are before they are scaled: not rounded to 16 bits,
+    # unless, which is tried next, the region rounds what it computes them from.
+    for widen in dict.fromkeys((structure.reach is None, False)):
+        try:
+            unit = region.oriented(_unit(reduced, real, structure, widen))
+        except RuntimeError:  # an operator that takes equal dtypes alone
+            continue
+        coded = _coded(unit, real[reduced.code].dtype, structure)
+        for weight in _candidates(region, structure, coded, found):
+            nearest = _differs(weight, value)
+            if not nearest:
+                return weight
     raise Refused(f"the region is not bitwise equal to its nearest format, {nearest}")
 
 
 def _unit(
-    reduced: Reduced, real: dict[torch.fx.Node, torch.Tensor], structure: Structure
+    reduced: Reduced, real: dict[torch.fx.Node, torch.Tensor], structure: Structure, widen: bool
 ) -> torch.Tensor:
-    """W with every scale 1 and every zero 0; not rounded to 16 bits where it is no whole number,
-    so that entries of a codebook are what they are before they are scaled."""
+    """W with every scale 1 and every zero 0."""
     given = dict(real)
     for parameter in (*structure.scales, structure.zero):
         if parameter is not None:
@@ -59,12 +65,7 @@ def _unit(
             none = parameter is structure.zero or parameter.how == "^"
             neutral = torch.zeros_like if none else torch.ones_like
             given[node] = neutral(real[node].float()).to(real[node].dtype)
-    if structure.reach is None:
-        try:
-            return evaluate(reduced.nodes, given, [reduced.region.output], widen=True)[0]
-        except RuntimeError:  # an operator that takes equal dtypes alone
-            pass
-    return evaluate(reduced.nodes, given, [reduced.region.output])[0]
+    return evaluate(reduced.nodes, given, [reduced.region.output], widen)[0]
 
 
 def _differs(weight: QuantizedWeight, value: torch.Tensor) -> str:
@@ -95,7 +96,7 @@ def _coded(unit: torch.Tensor, dtype: torch.dtype, structure: Structure) -> _Cod
     whole = unit.to(torch.float32)
     exact = (whole == whole.round()) & ~(torch.signbit(whole) & (whole == 0))
     if structure.reach is not None and bool(exact.all()):
-        low, high = _range(whole)
+        low, high = map(float, whole.aminmax())
         # Other weights of the kind may use codes that this one does not; but not at more bits.
         wide = min(low, structure.reach[0]), max(high, structure.reach[1])
         signed = structure.reach[0] < 0
@@ -104,10 +105,6 @@ def _coded(unit: torch.Tensor, dtype: torch.dtype, structure: Structure) -> _Cod
             storage = torch.int8 if name.startswith("int") else torch.uint8
             return _Coded(name, whole.to(storage).contiguous())
     return _codebook(whole, structure)
-
-
-def _range(whole: torch.Tensor) -> tuple[float, float]:
-    return (float(whole.min()), float(whole.max())) if whole.numel() else (0.0, 0.0)
 
 
 def _integer(low: float, high: float, structure: Structure, signed: bool) -> str | None:
@@ -136,7 +133,8 @@ def _codebook(unit: torch.Tensor, structure: Structure) -> _Coded:
     for name, entries in CODEBOOKS.items():
         book, order = _sortable(torch.tensor(entries, device=unit.device)).sort()
         known = _places(book, found)
-        if known is not None:
+        # A table of as many values as there are may take fewer bits.
+        if known is not None and len(entries) <= 2 ** max(structure.density, 1):
             codes = order.to(torch.uint8)[known.int()]
             return _Coded(name, _looked_up(codes, places))
     bits = max(1, (len(found) - 1).bit_length())
@@ -259,7 +257,9 @@ def _candidates(
     operands = {"scale": grids.scale, "outer": grids.outer, "table": coded.table,
                 "order": grids.order}  # fmt: skip
     zero, inside = grids.zero, structure.zero_moves == "inside"
-    folded = _without_zero(coded, zero) if zero is not None and inside else None
+    folded = None
+    if zero is not None and (inside or not bool((zero != 0).any())):
+        folded = _without_zero(coded, zero)
     if folded is not None:
         for steps, compute in itertools.product(grids.steps, structure.dtypes):
             form = dataclasses.replace(
@@ -287,8 +287,6 @@ def _arithmetics(grids: _Grids, inside: bool) -> Iterator[str]:
             yield f"q{steps}+z"
         else:
             yield f"(q-z){steps}" if steps else "q-z"
-            if steps == "*s":
-                yield "q*s-z*s"
 
 
 def _without_zero(coded: _Coded, zero: torch.Tensor) -> _Coded | None:
@@ -302,7 +300,7 @@ def _without_zero(coded: _Coded, zero: torch.Tensor) -> _Coded | None:
         return None
     bits = int(coded.name[-1])
     moved = coded.codes.to(torch.int16) - int(first)
-    low, high = (limits[0] - first, limits[1] - first) if bits < 8 else _range(moved)
+    low, high = (limits[0] - first, limits[1] - first) if bits < 8 else map(float, moved.aminmax())
     for narrow in sorted({bits, *(w for w in WORDS if bits == 8)}):
         for name in ("int", "uint") if low < 0 else ("uint", "int"):
             smallest, largest = code_range(f"{name}{narrow}") or (0, 0)
