@@ -5,32 +5,44 @@
       any chain of operators                     |     |
              |                                   |     |
     x ------ mm / addmm(bias) [-- * s[N]]   ->   qinductor.dequant_matmul
+             bmm / baddbmm                       qinductor.dequant_bmm
+             _grouped_mm(offsets)                qinductor.dequant_grouped_matmul
 
 Probed: which tensor holds the codes, how scales and zeros lie over W, what multiplies what in which
 dtype. Proved: W, bit for bit, from the format's reference. A product scale is taken along where
-its value is one number per output feature.
+its value is one number per output feature. A weight on the left is taken with both sides turned,
+and a batched product of one weight as one product of all rows.
 """
 
 import dataclasses
-import math
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch.fx import Graph, Node
 
-from qinductor.contracts import QuantizedWeight, short
+from qinductor.contracts import QuantizedWeight, short, split
 from qinductor.errors import Refused
 from qinductor.identify import Structure, identify
 from qinductor.kernels.dequant_matmul import DEQUANT_MATMUL, DequantMatmul, Operands
 from qinductor.pattern import Lowering, Planner
+from qinductor.patterns.products import (
+    ANCHORS,
+    LOOKUPS,
+    Product,
+    holds_codes,
+    is_quantized,
+    product_of,
+    rows_of,
+    sides,
+)
 from qinductor.prove import read
 from qinductor.regions import (
-    CASTS,
     FLOAT8,
-    INTEGER,
+    FLOATS,
     MOVES,
     PRODUCTS,
     VIEWS,
+    Axes,
     Region,
     Scope,
     aten,
@@ -39,18 +51,7 @@ from qinductor.regions import (
     extract,
 )
 
-# product -> (place of x, place of the weight, place of the bias)
-ANCHORS = {
-    aten.mm.default: (0, 1, None),
-    aten.addmm.default: (1, 2, 0),
-    aten.bmm.default: (0, 1, None),
-    aten.baddbmm.default: (1, 2, 0),
-    aten._grouped_mm.default: (0, 1, None),
-    aten.convolution.default: (0, 1, None),
-}
-LOWERED = (aten.mm.default, aten.addmm.default)
-FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-LOOKUPS = {aten.embedding.default}
+ROW_READS = LOOKUPS | {aten.index.Tensor, aten.index_select.default}  # of some rows of a weight
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -66,18 +67,36 @@ class Parts:
         """Those that are there."""
         return [r for r in (self.weight, self.bias, self.output_scale) if r is not None]
 
-    def operands(self, structure: Structure, tensors: Sequence[torch.Tensor]) -> Operands:
-        """The operands for these leaves, proved."""
+    def operands(
+        self,
+        structure: Structure | None,
+        tensors: Sequence[torch.Tensor],
+        known: Sequence[Operands] | None = None,
+    ) -> tuple[Operands, ...]:
+        """The operands for these leaves, proved; one for each expert, if there are any. `known`:
+        what the weight was proved to be before its leaves were freed."""
         start = len(self.weight.leaves)
-        weight, vectors = read(self.weight, structure, tensors[:start]), []
+        experts = self.weight.experts
+        n = self.weight.shape[0] // experts
+        if known is not None:
+            weights = [operands.weight for operands in known]
+        else:
+            assert structure is not None
+            weight = read(self.weight, structure, tensors[:start])
+            weights = [weight] if self.weight.axes.expert is None else split(weight, experts)
+        vectors = []
         for region in (self.bias, self.output_scale):
             value = None
             if region is not None:
                 value = region(tensors[start : start + len(region.leaves)])
-                value = value.reshape(-1).expand(self.weight.shape[0]).contiguous()
+                value = value.reshape(-1, n if value.numel() >= n else 1)
+                value = value.expand(experts, n).contiguous()
                 start += len(region.leaves)
-            vectors.append(value)
-        return Operands(weight, bias=vectors[0], output_scale=vectors[1])
+            vectors.append([None] * experts if value is None else list(value))
+        return tuple(
+            Operands(weight, bias=bias, output_scale=scale)
+            for weight, bias, scale in zip(weights, *vectors, strict=True)
+        )
 
 
 class DequantMatmulPattern:
@@ -93,8 +112,7 @@ class DequantMatmulPattern:
         """Products one operand of which is made from stored codes, or quantised in place."""
         for node in graph.nodes:
             if node.target in ANCHORS:
-                sides = [node.args[place] for place in ANCHORS[node.target][:2]]
-                if any(_is_quantized(side, scope) for side in sides):
+                if any(is_quantized(side, scope) for side in sides(node)):
                     yield node
             elif node.op == "output":
                 # A graph break between dequantisation and product makes the weight an output.
@@ -103,115 +121,83 @@ class DequantMatmulPattern:
                     computed = value.op != "call_function" or any(
                         n.target in PRODUCTS for n in order
                     )
-                    if not varying and not computed and _is_quantized(value, scope):
+                    if not varying and not computed and is_quantized(value, scope):
                         yield value
 
     def lower(self, node: Node, scope: Scope, planner: Planner) -> Lowering:
         """The lowering of one product, or Refused."""
-        parts, x, scaled = _parts(node, scope)
+        product = product_of(node, scope)
+        parts, scaled = _parts(product, scope)
         leaves = tuple(leaf for region in parts.regions for leaf in region.leaves)
         values = [scope.value(leaf) for leaf in leaves]
-        structure, operands, evaluations = self._identified(parts, values)
-        bias, output_scale = operands.bias, operands.output_scale
-        contract = DequantMatmul(
-            weight=operands.weight.format,
-            x=x.meta["val"].dtype,
-            out=node.meta["val"].dtype,
-            output_scale=None if output_scale is None else output_scale.dtype,
-            bias=bias is not None,
-        )
-        m = x.meta["val"].shape[0]
+        known = scope.known(parts.weight)
+        operands, evaluations = self._identified(parts, values, known)
+        contract = _contract(product, parts, operands)
+        m = rows_of(product)
         plan = planner(DEQUANT_MATMUL, contract, m if isinstance(m, int) else None)
 
-        def pack(tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-            found = parts.operands(structure, tensors)
-            _check_format(found.weight, contract)
-            return plan.pack(DEQUANT_MATMUL, contract, found)
+        def pack(
+            tensors: Sequence[torch.Tensor], known: Sequence[Operands] | None = None
+        ) -> dict[str, torch.Tensor]:
+            found, _ = self._identified(parts, tensors, known)
+            _check_format(found[0].weight, contract)
+            return plan.pack(DEQUANT_MATMUL, contract, found if contract.experts else found[0])
 
         return Lowering(
             op=DEQUANT_MATMUL,
             contract=contract,
             plan=plan,
-            operator=DEQUANT_MATMUL.name,
+            operator=product.operator,
+            form=product.form,
             replaced=node,
-            inputs=(x,),
+            inputs=product.inputs,
             bypassed=scaled,
             leaves=leaves,
             signature="\n".join([*(r.signature for r in parts.regions), str(contract)]),
+            weight=parts.weight,
             pack=pack,
-            packed=lambda: plan.pack(DEQUANT_MATMUL, contract, operands),
+            packed=lambda: plan.pack(
+                DEQUANT_MATMUL, contract, operands if contract.experts else operands[0]
+            ),
             evaluations=evaluations,
         )
 
     def _identified(
-        self, parts: Parts, values: Sequence[torch.Tensor]
-    ) -> tuple[Structure, Operands, tuple[int, int]]:
+        self,
+        parts: Parts,
+        values: Sequence[torch.Tensor],
+        restored: Sequence[Operands] | None,
+    ) -> tuple[tuple[Operands, ...], tuple[int, int]]:
         """Regions of equal signature share what probing found, and are proved one by one."""
         signature = parts.weight.signature
         known = self._structures.get(signature)
+        if restored is not None:
+            return parts.operands(None, values, restored), (0, 0)
         if known is not None:
             try:
-                return known, parts.operands(known, values), (0, 2)
+                return parts.operands(known, values), (0, 2)
             except Refused:
                 pass  # the constants that were kept real may differ: probe again
         found = identify(parts.weight, values[: len(parts.weight.leaves)])
         self._structures[signature] = found
-        return found, parts.operands(found, values), (found.evaluations, 2)
+        return parts.operands(found, values), (found.evaluations, 2)
 
 
-def _is_quantized(side: Node, scope: Scope) -> bool:
-    """Whether an operand is made from stored codes, or from a constant rounded in every call."""
-    order, varying = behind(side, scope)
-    value = side.meta["val"]
-    if value.dim() < 2 or not value.dtype.is_floating_point:
-        return False
-    elements = math.prod(size for size in value.shape if isinstance(size, int))
-    codes = [n for n in order if n.op != "call_function" and _holds_codes(n, elements)]
-    sized = [n for n in order if n in scope.leaves and _has_codes_dtype(n)]
-    tensors = [n for n in varying if isinstance(n.meta.get("val"), torch.Tensor)]
-    symbolic = any(isinstance(size, torch.SymInt) for size in value.shape)
-    if not tensors:
-        rounded = any(
-            n.op == "call_function" and n.target in CASTS
-            and n.meta["val"].dtype in (*FLOAT8, torch.int8, torch.uint8)
-            and n.meta["val"].numel() == elements
-            for n in order
-        )  # fmt: skip
-        return bool(codes or rounded or (symbolic and sized))
-    computed = any(n.target in PRODUCTS | LOOKUPS for n in order)
-    return bool(codes) and not computed and not symbolic
+def _contract(product: Product, parts: Parts, operands: Sequence[Operands]) -> DequantMatmul:
+    scale = operands[0].output_scale
+    return DequantMatmul(
+        weight=operands[0].weight.format,
+        x=product.inputs[0].meta["val"].dtype,
+        out=product.node.meta["val"].dtype,
+        output_scale=None if scale is None else scale.dtype,
+        bias=operands[0].bias is not None,
+        experts=0 if parts.weight.axes.expert is None else parts.weight.experts,
+    )
 
 
-def _has_codes_dtype(node: Node) -> bool:
-    value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and value.dtype in (*INTEGER, *FLOAT8)
-
-
-def _holds_codes(node: Node, elements: int) -> bool:
-    """Whether the tensor has at least a bit for each element."""
-    if not _has_codes_dtype(node):
-        return False
-    value = node.meta["val"]
-    size = value.numel()
-    return isinstance(size, int) and size * value.dtype.itemsize * 8 >= elements
-
-
-def _parts(node: Node, scope: Scope) -> tuple[Parts, Node, tuple[tuple[Node, Node], ...]]:
-    """(the site's regions, the activation, the product scale that is absorbed), or Refused."""
-    if node.target not in ANCHORS:
-        raise Refused(
-            "the product must be in the graph of its dequantised weight; a graph break in between "
-            f"makes {describe(node)} an output of this graph"
-        )
-    at_x, at_weight, at_bias = ANCHORS[node.target]
-    x, weight = node.args[at_x], node.args[at_weight]
-    assert isinstance(x, Node) and isinstance(weight, Node)
-    if node.target not in LOWERED:
-        raise Refused(f"the product must be mm, addmm or linear; it is {node.target}")
-    if _is_quantized(x, scope) and not _is_quantized(weight, scope):
-        raise Refused(
-            f"the weight must be the right operand of {node.target}; it is the left one ({x.name})"
-        )
+def _parts(product: Product, scope: Scope) -> tuple[Parts, tuple[tuple[Node, Node], ...]]:
+    """(the site's regions, the product scale that is absorbed), or Refused."""
+    weight, x = product.weight, product.inputs[0]
     order, varying = behind(weight, scope)
     _check_constant("weight", varying, scope)
     products = [n for n in order if n.target in PRODUCTS]
@@ -221,19 +207,20 @@ def _parts(node: Node, scope: Scope) -> tuple[Parts, Node, tuple[tuple[Node, Nod
             "is computed into it"
         )
     elements = weight.meta["val"].numel()
-    if not any(n.op != "call_function" and _holds_codes(n, elements) for n in order):
+    if not any(n.op != "call_function" and holds_codes(n, elements) for n in order):
         held = ", ".join(describe(n) for n in order if n.op == "placeholder")
         raise Refused(f"the weight is stored as {held} and quantised in every call: no codes")
     value = x.meta["val"]
     if value.dtype not in FLOATS:
         raise Refused(f"x must be bf16, fp16 or fp32; it is {short(value.dtype)}")
-    _check_other_users(node, order, elements)
-    region = extract(weight, order, scope, n_axis=1)
+    _check_other_users(product.node, order, elements)
+    region = extract(weight, order, scope, product.axes)
     if region.device != value.device:
         raise Refused(f"weight and x must be on one device; {region.device} and {value.device}")
-    bias = None if at_bias is None else _bias(node, at_bias, scope)
-    output_scale, scaled = (None, ()) if bias is not None else _product_scale(node, scope)
-    return Parts(region, bias, output_scale), x, scaled
+    bias = None if product.bias is None else _bias(product, scope)
+    plain = product.operator == "dequant_matmul" and product.form == "plain" and bias is None
+    output_scale, scaled = _product_scale(product.node, scope) if plain else (None, ())
+    return Parts(region, bias, output_scale), scaled
 
 
 def _check_constant(what: str, varying: Sequence[Node], scope: Scope) -> None:
@@ -244,7 +231,7 @@ def _check_constant(what: str, varying: Sequence[Node], scope: Scope) -> None:
 
 
 def _check_other_users(node: Node, order: Sequence[Node], elements: int) -> None:
-    """Refused if the dequantised weight is needed outside of products."""
+    """Refused if the dequantised weight is needed outside of products and reads of its rows."""
     inside = set(order)
     for other in order:
         value = other.meta.get("val")
@@ -252,31 +239,38 @@ def _check_other_users(node: Node, order: Sequence[Node], elements: int) -> None
             continue
         if not value.dtype.is_floating_point or value.dtype in FLOAT8 or value.numel() < elements:
             continue
-        for user in other.users:
-            if user not in inside and user.target not in LOWERED:
-                shared = user.target in MOVES and all(u.target in LOWERED for u in user.users)
-                if not shared:
-                    raise Refused(
-                        f"the dequantised weight must feed products alone; {other.name} also "
-                        f"feeds {user.name} ({user.target})"
-                    )
+        for user in (user for user in other.users if user not in inside):
+            needs = _needs_whole(user)
+            if needs is not None:
+                raise Refused(
+                    f"the dequantised weight must feed products alone; {other.name} also feeds "
+                    f"{needs.name} ({needs.target})"
+                )
 
 
-def _bias(node: Node, at: int, scope: Scope) -> Region:
-    """The region of addmm's bias, one number per output feature; or Refused."""
+def _needs_whole(user: Node) -> Node | None:
+    """The node at the end of this use of a weight that must have the weight written out."""
+    if user.target in ROW_READS or (user.target in ANCHORS and ANCHORS[user.target][0]):
+        return None
+    if user.target not in MOVES:
+        return user
+    return next(filter(None, map(_needs_whole, user.users)), None)
+
+
+def _bias(product: Product, scope: Scope) -> Region:
+    """The region of a bias that the product adds, one number per output feature; or Refused."""
+    node, bias = product.node, product.bias
+    assert bias is not None
     factors = {name: node.kwargs.get(name, 1) for name in ("beta", "alpha")}
     if any(factor != 1 for factor in factors.values()):
-        raise Refused(f"addmm must have beta = 1 and alpha = 1; it has {factors}")
-    bias = node.args[at]
-    assert isinstance(bias, Node)
-    shape, n = tuple(bias.meta["val"].shape), node.meta["val"].shape[1]
-    if shape not in ((n,), (1, n), (1,)):
+        raise Refused(f"{node.target} must have beta = 1 and alpha = 1; it has {factors}")
+    shape, out = tuple(bias.meta["val"].shape), node.meta["val"]
+    *experts, _, n = out.shape
+    allowed = [(n,), (1, n), (1,), *(found for e in experts for found in ((e, 1, n), (1, 1, n)))]
+    if shape not in allowed:
         raise Refused(f"the bias must have shape [{n}]; it has {list(shape)}")
-    if bias.meta["val"].dtype != node.meta["val"].dtype:
-        raise Refused(
-            f"the bias must be {short(node.meta['val'].dtype)}; it is "
-            f"{short(bias.meta['val'].dtype)}"
-        )
+    if bias.meta["val"].dtype != out.dtype:
+        raise Refused(f"the bias must be {short(out.dtype)}; it is {short(bias.meta['val'].dtype)}")
     order, varying = behind(bias, scope)
     _check_constant("bias", varying, scope)
     return _vector(bias, order, scope)
@@ -309,7 +303,7 @@ def _product_scale(node: Node, scope: Scope) -> tuple[Region | None, tuple[tuple
 
 
 def _vector(node: Node, order: list[Node], scope: Scope) -> Region:
-    return extract(node, order, scope, n_axis=0)
+    return extract(node, order, scope, Axes(n=0))
 
 
 def _check_format(weight: QuantizedWeight, contract: DequantMatmul) -> None:

@@ -2,58 +2,27 @@
 
 Nothing here knows a library or a packing. Everything that does not depend on the codes is computed
 first; its narrowest form (before it is broadcast) is a *parameter*. The region, as a function of
-codes and parameters, is then run on probes: every code equal and every parameter 1 gives one value
-everywhere; doubling a scale doubles it; counting up a zero steps it. Which entry of a parameter an
-element uses is read by writing base-16 digits of the entry's index into it.
+codes and parameters, is then run on probes: with a few fills of the codes and every parameter 1,
+doubling a scale doubles the step from one fill to another, and counting up a zero moves W by one.
+Which entry of a parameter an element uses is read by writing base-16 digits of the entry's index
+into it. What the codes are is read off W later, under unit scales (`prove.read`).
 """
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch.fx import Node
 
 from qinductor.errors import Refused
-from qinductor.probe import Prober, Reduced, descendants
-from qinductor.regions import FLOAT8, INTEGER, Region, aten, describe
-from qinductor.rows import Demand
+from qinductor.locate import MoreRows, Parameter, carriers_of, factor, is_broadcast, located
+from qinductor.probe import SAMPLE, Prober, Reduced, descendants, told_apart
+from qinductor.regions import CODED, FLOAT8, FLOATS, INTEGER, VIEWS, Region, aten, describe
 
 ROW_COUNTS = (32, 256)  # rows to probe on: enough for groups, enough for two blocks of 128
-
-
-class MoreRows(Exception):
-    """The probed rows end before the parameter's first block does."""
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Parameter:
-    """A scale or zero tensor of the region and how its entries lie over W.
-
-    at        index of its node in `Region.nodes`
-    dtype     narrowest dtype that the region converts it to
-    shape     of the whole tensor
-    bn, bk    block of W that shares an entry
-    step, base  the entry of block (i, j), counted in row-major order, is base[j] + i * step
-    sign      -1 where the region adds what the format subtracts
-    """
-
-    at: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    bn: int
-    bk: int
-    step: int
-    base: torch.Tensor
-    sign: int = 1
-
-    def gather(self, value: torch.Tensor, n: int) -> torch.Tensor:
-        """The grid [ceil(n / bn), ceil(k / bk)] of entries, in `dtype`."""
-        at = self.base + torch.arange(-(-n // self.bn))[:, None] * self.step
-        entries = value.reshape(-1)[at.to(value.device)].to(self.dtype)
-        if self.sign != 1 and entries.dtype in (torch.uint8, torch.int8):
-            entries = entries.to(torch.int16)  # -z of uint8 would wrap
-        return entries * self.sign if self.sign != 1 else entries
+SCALES = 2  # that a format has at most
+NEAR = 0.05  # of a ratio of steps: they are rounded, and what is concluded is proved later
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -61,267 +30,258 @@ class Structure:
     """What probing found; shared by regions of equal signature, proved anew for each weight.
 
     code          index of the node that holds the codes
-    bits, signed  of one packed code
-    scale, zero   the parameters
-    arithmetics   candidates, in the order to try
+    density       bits for each element of W in the tensors that hold the codes
+    reach         smallest and largest W for the codes tried, under unit scales; None if one of them
+                  was no whole number
+    scales, zero  the parameters
+    zero_moves    what a zero does: "inside" (q - z), or "outside" where it is added after scaling
     dtypes        dtypes in which the region computes
     evaluations   how many runs on probes this took
     """
 
     code: int
-    bits: int
-    signed: bool
-    scale: Parameter | None
+    density: float
+    reach: tuple[float, float] | None
+    scales: tuple[Parameter, ...]
     zero: Parameter | None
-    arithmetics: tuple[str, ...]
+    zero_moves: str
     dtypes: tuple[torch.dtype, ...]
     evaluations: int
 
 
 def identify(region: Region, leaves: Sequence[torch.Tensor]) -> Structure:
     """The structure of a region, or Refused with the reason of its likeliest code tensor."""
-    found = [node for node in (*region.inputs, *region.constants) if _may_hold_codes(node, region)]
+    holders = sorted(
+        (*region.inputs, *region.constants),
+        key=lambda n: -n.meta["val"].numel() * n.meta["val"].itemsize,
+    )
+    found = list(dict.fromkeys(code for node in holders for code in _codes_in(node, region)))
     if not found:
         raise Refused(
-            f"no tensor holds codes: wanted integers or float8 with at least 4 bits for each of "
+            f"no tensor holds codes: wanted integers or float8 with at least a bit for each of "
             f"{region.shape[0]}x{region.shape[1]} elements, found "
             f"{', '.join(describe(node) for node in region.inputs) or 'no tensor'}"
         )
-    reasons = []
-    for code in sorted(found, key=lambda n: -n.meta["val"].numel() * n.meta["val"].itemsize):
-        reduced = Reduced(region, _codes_of(code))
-        spent = 0
+    reasons, spent = [], 0
+    for code in found:
+        reduced = Reduced(region, code, leaves)
         for rows in (*ROW_COUNTS, region.shape[0]):
             if rows != region.shape[0] and 2 * rows > region.shape[0]:
                 continue
+            prober = Prober(reduced, rows, spent)
             try:
-                prober = Prober(reduced, reduced.real(leaves), rows, spent)
                 return _structure(reduced, prober)
             except MoreRows:  # never of the whole, so it is no reason
-                spent = prober.evaluations
+                continue
             except Refused as refusal:
                 reasons.append(f"codes in {describe(code)}: {refusal.reason}")
                 break
             except (RuntimeError, IndexError, TypeError, ValueError) as error:
-                first = str(error).strip().splitlines()[0] if str(error).strip() else ""
+                first = str(error).strip().partition("\n")[0]
                 reasons.append(f"probing {describe(code)}: {type(error).__name__}: {first}")
                 break
+            finally:
+                spent = prober.evaluations
     raise Refused(reasons[0])
 
 
+def _codes_in(node: Node, region: Region) -> Iterator[Node]:
+    """The tensor, or parts of it that the region takes apart, as far as they may hold codes."""
+    value = node.meta["val"]
+    elements = region.shape[0] * region.shape[1]
+    if value.dtype not in CODED or value.numel() * value.itemsize * 8 < elements:
+        return
+    parts = [user for user in node.users if _takes_apart(user)]
+    if len(node.users) != 1 or not parts:
+        yield node  # else all that the region makes of it is one part or view
+    for part in parts:
+        yield from _codes_in(part, region)
+
+
+def _takes_apart(node: Node) -> bool:
+    if node.target is aten.view.dtype:
+        return node.args[1] in FLOAT8
+    return node.target in VIEWS or node.target in (aten.select.int, aten.slice.Tensor)
+
+
 def _structure(reduced: Reduced, probe: Prober) -> Structure:
-    scale, zero, divides, given = _roles(reduced, probe)
-    levels = [_level(probe, code, given) for code in (0, 1, 2, 4)]
-    step = levels[1] - levels[0]
-    if step == 0 or levels[2:] != [levels[0] + 2 * step, levels[0] + 4 * step]:
-        raise Refused(
-            "the response to codes 0, 1, 2, 4 must be a straight line; it is "
-            f"{levels} (a codebook?)"
-        )
-    code = next(c for c in (1, 2, 4) if levels[0] + c * step != 0)
-    additive = False
-    arithmetics: tuple[str, ...] = ("q/s",) if divides else ("q*s",) if scale else ("q",)
-    scale_parameter = zero_parameter = None
-    if scale is not None:
-        one = probe(code, given)
-
-        def ratio(value: torch.Tensor) -> torch.Tensor:
-            return torch.div(one, value) - 1 if divides else torch.div(value, one) - 1
-
-        scale_parameter = _located(reduced, probe, scale, code, given, ratio, 1)
+    scales, zero = _roles(reduced, probe)
+    levels = probe.settle({} if zero is None else {zero: probe.like(zero, 0)})
+    density = probe.density([*filter(None, [zero]), *(node for node, _ in scales)])
+    _check_distinct(density, levels)
+    carriers = carriers_of(probe, levels)
+    found = tuple(
+        located(reduced, probe, node, factor(probe, carriers, levels, how), how)
+        for node, how in scales
+    )
+    zero_parameter, moves = None, ""
     if zero is not None:
-        unit, additive = _unit(probe, zero, scale, code, given)
-        start = probe(code, given)
-        found = _located(reduced, probe, zero, code, given, lambda w: (w - start) / unit, 0)
-        zero_parameter = dataclasses.replace(found, sign=int(unit if additive else -unit))
-        if additive and divides:
-            raise Refused("a scale that divides, with a minimum that is added, is not supported")
-        arithmetics = (
-            ("q*s+z",) if additive else ("(q-z)/s",) if divides
-            else ("(q-z)*s", "q*s-z*s") if scale else ("q-z",)
-        )  # fmt: skip
+        unit, moves = _unit(probe, zero, scales)
+
+        def moved(fill: Mapping[Node, torch.Tensor]) -> torch.Tensor:
+            return (probe(probe.fills[0], fill) - levels[0]) / unit
+
+        zero_parameter = located(reduced, probe, zero, moved, "+")
+        sign = int(unit if moves == "outside" else -unit)
+        zero_parameter = dataclasses.replace(zero_parameter, sign=sign)
     region = reduced.region
     dependent = descendants(region.nodes, {reduced.code})
     computing = [n.meta["val"].dtype for n in region.nodes if n in dependent]
     return Structure(
         code=region.nodes.index(reduced.code),
-        bits=probe.bits,
-        signed=levels[0] < 0,
-        scale=scale_parameter,
+        density=density,
+        reach=_reach(levels),
+        scales=found,
         zero=zero_parameter,
-        arithmetics=arithmetics,
+        zero_moves=moves,
         dtypes=tuple(dict.fromkeys([region.dtype, *(d for d in computing if _computes(d))])),
         evaluations=probe.evaluations,
     )
 
 
-def _roles(
-    reduced: Reduced, probe: Prober
-) -> tuple[Node | None, Node | None, bool, dict[Node, torch.Tensor]]:
-    """(scale, zero, whether the scale divides, parameters filled with 1 and 0 accordingly)."""
-    inputs = list(reduced.chains)
-    floats = [n for n in inputs if probe.values[n].is_floating_point()]
-    given = {node: probe.like(node, 1) for node in floats}
-    zeros = [n for n in inputs if probe.values[n].dtype in INTEGER and _counts(probe, n, given)]
-    given.update({node: probe.like(node, 0) for node in zeros})
-    low, high = (_level(probe, code, given) for code in (3, 5))
-    if low == high:
-        raise Refused(
-            "W must depend on the codes when the other tensors are filled with ones; it is "
-            f"{low:g} for code 3 and for code 5 (a codebook?)"
-        )
-    scales, divides = [], False
+def _roles(reduced: Reduced, probe: Prober) -> tuple[list[tuple[Node, str]], Node | None]:
+    """(scales and how each acts, the zero); leaves scales at 1 and the zero as it is."""
+    elements = reduced.region.shape[0] * reduced.region.shape[1]
+    floats = [n for n in reduced.chains if probe.values[n].is_floating_point()]
+    whole = [n for n in reduced.chains if probe.values[n].dtype in INTEGER]
+    start = _apart(probe, {node: probe.like(node, 1) for node in floats})
+    zeros = [n for n in whole if _counts(probe, n, start)]
+    for node in [n for n in zeros if n.meta["val"].numel() >= elements]:
+        if not is_broadcast(reduced, probe, node):  # it holds more bits of the codes
+            zeros.remove(node)
+    scales: list[tuple[Node, str]] = []
+    for node in (n for n in whole if n not in zeros):
+        one, three = (_with(probe, node, value, len(start)) for value in (1, 3))
+        if one is None or three is None:
+            continue  # an index, which keeps its real value
+        slope = _steps(three, start) / _steps(one, start)
+        scales.extend((node, how) for how, factor in (("*", 3), ("^", 4)) if _near(slope, factor))
+    probe.given.update({n: probe.like(n, _neutral(how)) for n, how in scales})
+    if scales:
+        start = [probe(fill, {}) for fill in probe.fills[: len(start)]]
     for node in floats:
-        doubled = {**given, node: probe.like(node, 2)}
-        lower, higher = (_level(probe, code, doubled) for code in (3, 5))
-        slope = (higher - lower) / (high - low)
-        if slope in (2, 0.5):
-            scales.append(node)
-            divides = slope == 0.5
-        elif slope != 1:
+        values = _with(probe, node, 2, len(start)) or start
+        slope = _steps(values, start) / _steps(start, start)
+        if _near(slope, 2) or _near(slope, 0.5):
+            scales.append((node, "*" if _near(slope, 2) else "/"))
+        elif not _near(slope, 1):
+            odd = slope[(slope - 1).abs() > NEAR].flatten()
             raise Refused(
                 f"doubling {describe(node)} must double, halve or keep W's step from code to code; "
-                f"it makes it {slope:g} times as large"
+                f"it makes it {float(odd[0]):g} times as large"
             )
-        elif lower != low:
+        elif values[0].ne(start[0]).any():
             zeros.append(node)
-    if len(scales) > 1 or len(zeros) > 1:
-        names = [describe(node) for node in (scales if len(scales) > 1 else zeros)]
-        what = "scale" if len(scales) > 1 else "zero"
-        raise Refused(f"wanted at most one {what}, found {len(names)}: {' and '.join(names)}")
-    given.update({node: probe.like(node, 0) for node in zeros})
-    return next(iter(scales), None), next(iter(zeros), None), divides, given
+    for what, found, most in (("scale", [n for n, _ in scales], SCALES), ("zero", zeros, 1)):
+        if len(found) > most:
+            raise Refused(
+                f"wanted at most {most} {what}{'s' * (most > 1)}, found {len(found)}: "
+                f"{' and '.join(map(describe, found))}"
+            )
+    return scales, next(iter(zeros), None)
 
 
-def _counts(probe: Prober, node: Node, given: Mapping[Node, torch.Tensor]) -> bool:
-    """Whether adding 1 and 2 to an integer parameter moves W by equal steps everywhere."""
-    held = probe.values[node]
-    held = held.clamp(max=torch.iinfo(held.dtype).max - 2)
-    start = probe(5, {**given, node: held})
+def _neutral(how: str) -> int:
+    """The value of a scale that leaves W as it is."""
+    return 0 if how == "^" else 1
+
+
+def _apart(probe: Prober, given: dict[Node, torch.Tensor]) -> list[torch.Tensor]:
+    """W for the first fills, sorted such that these tell all elements' codes apart."""
+    start = probe.settle(given)
+    if not probe.parameters:
+        _check_distinct(probe.density([]), start)
+    if not told_apart(start):
+        probe.fills += probe.spare
+        start = probe.settle({})
+    apart = told_apart(start)
+    if not apart:
+        n, k = torch.stack([start[0] == other for other in start]).all(0).nonzero()[0].tolist()
+        raise Refused(
+            f"W must depend on its codes everywhere; W[{n},{k}] is {float(start[0][n, k]):g} for "
+            "all that were tried"
+        )
+    others = [i for i in range(len(start)) if i not in apart]
+    probe.fills = [probe.fills[i] for i in [*apart, *others]]
+    return [start[i] for i in apart]
+
+
+def _check_distinct(density: float, levels: Sequence[torch.Tensor]) -> None:
+    """Refused if W takes more values than codes of their size can have."""
+    most = 1 << min(8, math.ceil(density))
+    for level in levels:
+        found = len(level.flatten()[:SAMPLE].unique())
+        if found > most:
+            raise Refused(
+                f"under unit scales W takes {found} values and more; codes of "
+                f"{min(8.0, density):g} bits have at most {most}"
+            )
+
+
+def _with(probe: Prober, node: Node, value: float, fills: int) -> list[torch.Tensor] | None:
+    """W for the first fills with one parameter at a value; None if the region does not take it."""
     try:
-        one, two = (probe(5, {**given, node: held + i}) - start for i in (1, 2))
-    except IndexError:  # an index keeps its real value
+        return [probe(fill, {node: probe.like(node, value)}) for fill in probe.fills[:fills]]
+    except (RuntimeError, IndexError):
+        return None
+
+
+def _steps(values: Sequence[torch.Tensor], start: Sequence[torch.Tensor]) -> torch.Tensor:
+    """For each element, the step between the first fill and the next at which W differed."""
+    step = values[-1] - values[0]
+    for value, at_start in zip(values[-2:0:-1], start[-2:0:-1], strict=True):
+        step = torch.where(at_start != start[0], value - values[0], step)
+    return step
+
+
+def _near(slope: torch.Tensor, factor: float) -> bool:
+    return bool(((slope / factor - 1).abs() < NEAR).all())
+
+
+def _counts(probe: Prober, node: Node, start: Sequence[torch.Tensor]) -> bool:
+    """Whether adding to an integer parameter moves W, by the same everywhere and for all codes."""
+    held = probe.values[node]
+    if held.numel() and int(held.max()) > torch.iinfo(held.dtype).max - 2:
+        held = held.clamp(max=torch.iinfo(held.dtype).max - 2)
+        start = [probe(fill, {node: held}) for fill in probe.fills[:2]]
+    try:
+        one = probe(probe.fills[0], {node: held + 1}) - start[0]
+        first = one.flatten()[0]
+        if first == 0 or (one != first).any():
+            return False
+        return bool((probe(probe.fills[1], {node: held + 2}) - start[1] == 2 * first).all())
+    except (RuntimeError, IndexError):  # an index keeps its real value
         return False
-    first = one.flatten()[0]
-    return bool(first != 0 and (one == first).all() and (two == 2 * first).all())
 
 
-def _unit(
-    probe: Prober, zero: Node, scale: Node | None, code: int, given: Mapping[Node, torch.Tensor]
-) -> tuple[float, bool]:
-    """(what W moves by for a zero of 1, whether it does so whatever the scale)."""
-    doubled = {**given, scale: probe.like(scale, 2)} if scale is not None else dict(given)
+def _unit(probe: Prober, zero: Node, scales: Sequence[tuple[Node, str]]) -> tuple[float, str]:
+    """(what W moves by for a zero of 1, whether it does so "inside" or "outside" of the scales)."""
     moves = []
-    for values in (given, doubled):
-        start = _level(probe, code, values)
-        moves.append(_level(probe, code, {**values, zero: probe.like(zero, 1)}) - start)
+    for value in (1, 2):
+        factor = {"*": value, "/": 1 / value, "^": value - 1}
+        given = {node: probe.like(node, factor[how]) for node, how in scales}
+        fill = probe.fills[0]
+        start, end = (probe(fill, {**given, zero: probe.like(zero, z)}) for z in (0, 1))
+        move = (end - start).flatten()
+        if (move != move[0]).any():
+            raise Refused(
+                "a zero of 1 must move W by the same everywhere; it moves by "
+                f"{[float(v) for v in move.unique()[:3]]}"
+            )
+        moves.append(float(move[0]))
     if abs(moves[0]) != 1:
         raise Refused(f"a zero of 1 must move W by 1 where the scale is 1; it moves by {moves[0]}")
-    return moves[0], scale is not None and moves[0] == moves[1]
+    inside = moves[1] == moves[0] * 2 ** len(scales)
+    if not inside and moves[1] != moves[0]:
+        raise Refused("a zero that some of the scales multiply and others do not is not supported")
+    return moves[0], "outside" if scales and not inside else "inside"
 
 
-def _level(probe: Prober, code: int, given: Mapping[Node, torch.Tensor]) -> float:
-    """W for equal codes and parameters: one value, or Refused with two places that differ."""
-    value = probe(code, given)
-    first = float(value.flatten()[0])
-    other = (value != first).nonzero()
-    if len(other):
-        n, k = other[0].tolist()
-        raise Refused(
-            f"with equal codes and parameters W must be equal everywhere; for code {code} "
-            f"W[0,0] = {first:g} and W[{n},{k}] = {float(value[n, k]):g}"
-        )
-    return first
-
-
-def _located(
-    reduced: Reduced,
-    probe: Prober,
-    node: Node,
-    code: int,
-    given: Mapping[Node, torch.Tensor],
-    digit: Callable[[torch.Tensor], torch.Tensor],
-    offset: int,
-) -> Parameter:
-    """Which entry of a parameter each element uses, read digit by digit (base 16)."""
-    held = probe.values[node]
-    flat = torch.arange(held.numel()).view(held.shape)
-    index = torch.zeros(probe.rows, reduced.region.shape[1], dtype=torch.int64)
-    for place in range(max(1, math.ceil(math.log(held.numel(), 16)))):
-        fill = ((flat >> 4 * place & 15) + offset).to(held.dtype)
-        read = digit(probe(code, {**given, node: fill})).round()
-        if not ((read >= 0) & (read <= 15)).all():
-            raise Refused(f"the entries of {describe(node)} cannot be told apart in W")
-        index += read.long() << 4 * place
-    if (index >= held.numel()).any():
-        raise Refused(f"the entries of {describe(node)} cannot be told apart in W")
-    shape = tuple(int(size) for size in node.meta["val"].shape)
-    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-    at = torch.zeros_like(index)
-    for axis, stride in enumerate(strides):  # from the taken part to the whole tensor
-        inner = math.prod(held.shape[axis + 1 :])
-        at += index // inner % held.shape[axis] * stride
-    demand = probe.function.demand.get(node)
-    bn, bk, step = _blocks(at, describe(node), probe.rows, reduced.region.shape, demand)
-    dtypes = [d for d in reduced.chains[node] if d.is_floating_point] or [held.dtype]
-    narrowest = held.dtype if held.dtype in INTEGER else min(dtypes, key=lambda d: d.itemsize)
-    where = reduced.region.nodes.index(node)
-    return Parameter(where, narrowest, shape, bn, bk, step, at[0, ::bk])
-
-
-def _blocks(
-    at: torch.Tensor, name: str, rows: int, shape: tuple[int, int], demand: Demand
-) -> tuple[int, int, int]:
-    """(bn, bk, step) of the entries at[n, k]."""
-    n, k = shape
-    along_k = (at[0] != at[0, 0]).nonzero()
-    bk = int(along_k[0]) if len(along_k) else k
-    other = (at != at[:, torch.arange(k) // bk * bk]).any(0).nonzero()
-    if len(other):
-        raise Refused(
-            f"the entries of {name} must change along K in equal blocks; the first has {bk} "
-            f"elements, yet another entry begins at k = {int(other[0])} (act-order?)"
-        )
-    distinct = len(at[0].unique())
-    if bk == 1 and distinct < k:
-        raise Refused(
-            f"the entries of {name} must change along K in equal blocks; {distinct} of them are "
-            f"spread over {k} columns (act-order?)"
-        )
-    along_n = (at[:, 0] != at[0, 0]).nonzero()
-    if not len(along_n) and rows < n and demand is not None:
-        raise MoreRows
-    bn = int(along_n[0]) if len(along_n) else n
-    step = int(at[bn, 0] - at[0, 0]) if len(along_n) else 0
-    other = (at != at[0] + (torch.arange(rows) // bn * step)[:, None]).nonzero()
-    if len(other):
-        row, column = other[0].tolist()
-        raise Refused(
-            f"the entries of {name} must change along N in equal blocks; with blocks of {bn}, "
-            f"row {row} at k = {column} has another entry"
-        )
-    if bn == 1 and bk == 1 and n > 1 and k > 1:
-        raise Refused(f"{name} has one entry for each element, so it is no scale of a block")
-    return bn, bk, step
-
-
-def _may_hold_codes(node: Node, region: Region) -> bool:
-    value = node.meta["val"]
-    if value.dtype not in INTEGER and value.dtype not in FLOAT8:
-        return False
-    return bool(value.numel() * value.itemsize * 2 >= region.shape[0] * region.shape[1])
-
-
-def _codes_of(code: Node) -> Node:
-    """The part, or the float8 view, of a tensor that is all the region makes of it."""
-    while len(code.users) == 1:
-        user = next(iter(code.users))
-        float8 = user.target is aten.view.dtype and user.args[1] in FLOAT8
-        if not float8 and user.target not in (aten.select.int, aten.slice.Tensor):
-            break
-        code = user
-    return code
+def _reach(levels: Sequence[torch.Tensor]) -> tuple[float, float] | None:
+    if any((level != level.round()).any() for level in levels):
+        return None
+    return min(float(v.min()) for v in levels), max(float(v.max()) for v in levels)
 
 
 def _computes(dtype: torch.dtype) -> bool:
-    return dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+    return dtype in (torch.float64, *FLOATS)

@@ -1,15 +1,23 @@
 """A region as a function of its codes and parameters, run on probes."""
 
-from collections.abc import Mapping, Sequence
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch.fx import Node
 
 from qinductor.errors import Refused
-from qinductor.regions import CASTS, INTEGER, MOVES, Region, evaluate
-from qinductor.rows import Prefix, Rows, Untracked
+from qinductor.regions import CASTS, INTEGER, MOVES, Region, aten, evaluate
+from qinductor.rows import Prefix, Rows
 
 BUDGET = 40  # evaluations of one region, the two whole ones of `read` included
+# What reads entries of its first argument at the places that another argument names.
+LOOKUPS = {
+    aten.index.Tensor, aten._unsafe_index.Tensor, aten.index_select.default, aten.gather.default,
+    aten.embedding.default, aten.take.default,
+}  # fmt: skip
+SAMPLE = 1 << 16  # elements in which values are counted
 COUNTING = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 
 
@@ -17,89 +25,161 @@ class Reduced:
     """A region as a function of its codes and parameters.
 
     chains   parameter -> the dtypes it is converted to on its way into the arithmetic
+    tables   inputs that are looked up by code: they keep their values
     nodes    the function in order: fixed inputs (real values: indices), codes, parameters, the rest
     """
 
-    def __init__(self, region: Region, code: Node) -> None:
+    def __init__(self, region: Region, code: Node, leaves: Sequence[torch.Tensor]) -> None:
         dependent = descendants(region.nodes, {code})
         self.region, self.code = region, code
+        self.leaves = dict(zip(region.inputs, leaves, strict=True))
+        # One number, or integers, that the graph itself holds are part of the arithmetic.
+        held = descendants(region.nodes, {*region.inputs})
+        numbers = {
+            n for n in region.nodes
+            if n not in held and (n.meta["val"].numel() == 1 or n.meta["val"].dtype in INTEGER)
+        }  # fmt: skip
         self.chains: dict[Node, set[torch.dtype]] = {}
+        self.tables: set[Node] = set()
         for node in (n for n in region.nodes if n in dependent):
             for source in node.all_input_nodes:
-                if node is not code and source not in dependent:
+                if node.target in LOOKUPS and source is node.args[0] and source not in dependent:
+                    self.tables.add(source)
+                elif node is not code and source not in dependent and source not in numbers:
                     narrowest, dtypes = _narrowest(source)
                     self.chains.setdefault(narrowest, set()).update(dtypes)
-        given = {code, *self.chains}
+        given = {code, *self.chains, *self.tables}
         needed = _ancestors([region.output], given)
         moving = descendants(region.nodes, given) & needed - given
         order = [node for node in region.nodes if node in moving]
         self.fixed = [
             node
             for node in dict.fromkeys(s for other in order for s in other.all_input_nodes)
-            if node not in moving and node not in given
+            if node not in moving and node not in {code, *self.chains}
         ]
         self.nodes = [*self.fixed, code, *self.chains, *order]
 
-    def real(self, leaves: Sequence[torch.Tensor]) -> dict[Node, torch.Tensor]:
+    def real(self) -> dict[Node, torch.Tensor]:
         """Real values of parameters, fixed inputs and codes."""
-        region, wanted = self.region, [self.code, *self.chains, *self.fixed]
-        env = {**region.constants, **dict(zip(region.inputs, leaves, strict=True))}
+        wanted = [self.code, *self.chains, *self.fixed]
+        return dict(zip(wanted, self.computed(wanted, {}), strict=True))
+
+    def computed(
+        self, wanted: Sequence[Node], changed: Mapping[Node, torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Values of nodes, with some leaves changed."""
+        env = {**self.region.constants, **self.leaves, **changed}
         needed = _ancestors(wanted, set(env))
-        nodes = [node for node in region.nodes if node in needed]
-        return dict(zip(wanted, evaluate(nodes, env, wanted), strict=True))
+        return evaluate([n for n in self.region.nodes if n in needed], env, wanted)
 
 
 class Prober:
-    """Runs the reduced region on the first `rows` rows with chosen fills, and counts the runs.
+    """Runs the reduced region on its first rows with chosen fills, and counts the runs.
 
-    real   what `Reduced.real` gives
-    spent  runs that earlier probers of this region took: they count against the budget
+    spent   runs that earlier probers of this region took: they count against the budget
+    rows    of W that the probes give: at least those asked for, or all
+    planes  other integer inputs that may hold bits of the codes, and how many for each element
+    fills   values of the code tensor, see `_fills`; `spare` ones are for where these do not do
     """
 
-    def __init__(
-        self, reduced: Reduced, real: Mapping[Node, torch.Tensor], rows: int, spent: int
-    ) -> None:
-        region = reduced.region
-        self.rows, self.evaluations = min(rows, region.shape[0]), spent
-        prefix = Prefix(region.n_axis, rows) if rows < region.shape[0] else None
-        try:
-            self.function = Rows(reduced.nodes, region.output, prefix)
-        except Untracked:
-            self.rows = region.shape[0]
-            self.function = Rows(reduced.nodes, region.output, None)
-        self.region, self.code = region, reduced.code
+    def __init__(self, reduced: Reduced, rows: int, spent: int) -> None:
+        region, real = reduced.region, reduced.real()
+        axis, unit = region.row_axis
+        parts = -(-min(rows, region.shape[0]) // unit)
+        self.rows, self.evaluations = parts * unit, spent
+        prefix = Prefix(axis, parts) if self.rows < region.shape[0] else None
+        self.function = Rows(reduced.nodes, region.output, prefix)
+        self.region, self.code, self.parameters = region, reduced.code, reduced.chains
         self.values = {n: self.function.take(n, t).cpu() for n, t in real.items()}
-        self.bits, self.whole_words = _width(real[reduced.code], region)
+        self.fills, self.spare = _fills(self.values[self.code], bits_each(reduced.code, region))
+        # Other integers with a bit for each element may hold more bits of the codes.
+        planes = [n for n in (*reduced.fixed, *reduced.chains) if real[n].dtype in INTEGER]
+        self.planes = {
+            n: math.log2(len(real[n].flatten()[:SAMPLE].unique()))
+            for n in planes if bits_each(n, region) >= 1
+        }  # fmt: skip
+        self.given: dict[Node, torch.Tensor] = {}
+
+    def density(self, parameters: Iterable[Node]) -> float:
+        """Bits of a code, given which integers are parameters and hold no part of it."""
+        more = (bits for node, bits in self.planes.items() if node not in parameters)
+        return bits_each(self.code, self.region) + sum(more)
 
     def like(self, node: Node, value: float) -> torch.Tensor:
         """A parameter filled with one value."""
-        held = self.values[node]
-        return torch.full(held.shape, value, dtype=torch.float32).to(held.dtype)
+        return _filled(self.values[node], value)
 
-    def fill(self, value: int) -> torch.Tensor:
-        """The code tensor with every code equal to `value`."""
-        held = self.values[self.code]
-        if not held.is_floating_point() and not self.whole_words:
-            packed = torch.empty(held.shape, dtype=held.dtype)
-            packed.view(torch.uint8).fill_(value | value << 4 if self.bits == 4 else value)
-            return packed
-        return self.like(self.code, value)
-
-    def __call__(self, code: int, given: Mapping[Node, torch.Tensor]) -> torch.Tensor:
-        """W[rows, K] in float64 for this code everywhere."""
+    def __call__(self, fill: torch.Tensor, given: Mapping[Node, torch.Tensor]) -> torch.Tensor:
+        """W[rows, K] in float64 for these codes; parameters not given are as set by `settle`."""
         self.evaluations += 1
         if self.evaluations > BUDGET - 2:
             raise Refused(f"identification needs more than {BUDGET} evaluations of the region")
-        env = {**self.values, **given, self.code: self.fill(code)}
+        env = {**self.values, **self.given, **given, self.code: fill}
         return self.region.oriented(self.function(env)).double()
 
+    def settle(self, given: Mapping[Node, torch.Tensor]) -> list[torch.Tensor]:
+        """Sets parameters for the probes that follow; W for each fill. Drops fills that fail."""
+        self.given.update(given)
+        found, kept, failed = [], [], ""
+        for fill in self.fills:
+            try:
+                value = self(fill, {})
+            except (RuntimeError, IndexError) as error:  # such as a code beyond the table's end
+                failed = str(error).strip().partition("\n")[0]
+                continue
+            if value.isfinite().all():
+                found.append(value)
+                kept.append(fill)
+            elif fill is self.values[self.code]:
+                raise Refused("under unit scales W must be finite for the codes it holds")
+        if not found:
+            raise Refused(f"it gives no finite value for any codes tried; {failed}".rstrip("; "))
+        self.fills = kept
+        return found
 
-def _width(codes: torch.Tensor, region: Region) -> tuple[int, bool]:
-    """(bits of one packed code, whether each has a word of its own)."""
+
+def bits_each(codes: Node, region: Region) -> float:
+    """Bits of a tensor for each element of W; 8 and more where each has its own word."""
+    value = codes.meta["val"]
     elements = region.shape[0] * region.shape[1]
-    if codes.numel() == elements:
-        return 8, True
-    return (8 if codes.numel() * codes.itemsize >= elements else 4), False
+    return float(value.numel() * value.itemsize * 8) / elements
+
+
+def _fills(real: torch.Tensor, density: float) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Values to try for the code tensor, and others for when these tell no codes apart.
+
+    All bits set and all clear give every element the same code in any packing by bits; random words
+    reach other codes; the real ones are always in range of what they index.
+    """
+    if real.is_floating_point():
+        return [_filled(real, 1), _filled(real, 2)], []
+    if real.dtype is torch.bool:
+        return [_filled(real, 1), _filled(real, 0), real], []
+    random = torch.empty(real.shape, dtype=real.dtype)
+    view, seeded = random.view(torch.uint8), torch.Generator().manual_seed(0)
+    view.copy_(torch.randint(0, 256, view.shape, generator=seeded))
+    words = [_filled(real, value) for value in (5, 3, 1)]
+    bits = []
+    for byte in (0xFF, 0x00, 0x55):
+        bits.append(torch.empty(real.shape, dtype=real.dtype))
+        bits[-1].view(torch.uint8).fill_(byte)
+    if density >= 8:
+        return [*words[:2], real], [*bits, random, *words[2:]]
+    return [*bits[:2], random, real], [*bits[2:], *words]
+
+
+def _filled(like: torch.Tensor, value: float) -> torch.Tensor:
+    return torch.full(like.shape, value, dtype=torch.float32).to(like.dtype)
+
+
+def told_apart(values: Sequence[torch.Tensor]) -> list[int]:
+    """The fewest of these fills for which every element takes two values; empty if none do."""
+    for size in range(2, len(values) + 1):
+        for chosen in itertools.combinations(range(len(values)), size):
+            first, *others = (values[i] for i in chosen)
+            if torch.stack([first != other for other in others]).any(0).all():
+                return list(chosen)
+    return []
 
 
 def _narrowest(node: Node) -> tuple[Node, set[torch.dtype]]:

@@ -7,19 +7,23 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from qinductor.contracts import (
+    CODEBOOKS,
     FLOAT_CODES,
-    code_range,
     QuantizedWeight,
     WeightFormat,
+    code_range,
     dequantize,
     difference,
 )
 from qinductor.errors import Refused
-from qinductor.identify import Parameter, Structure
+from qinductor.identify import Structure
+from qinductor.locate import Parameter
 from qinductor.probe import Reduced
 from qinductor.regions import Region, evaluate
 
 STRIP = 64  # rows on which candidates are compared before the winner is proved on the whole
+WORDS = (2, 4, 8)  # bits of a code that has a word of its own, by the values found
+SAMPLE = 1 << 18  # elements in which the entries of a codebook are looked for first
 
 
 def read(region: Region, structure: Structure, leaves: Sequence[torch.Tensor]) -> QuantizedWeight:
@@ -28,27 +32,39 @@ def read(region: Region, structure: Structure, leaves: Sequence[torch.Tensor]) -
     Two whole evaluations: W itself, and W with unit scales, whose values are the codes, unpacked
     and in place. Refused with the nearest format, the first difference and both values.
     """
-    reduced = Reduced(region, region.nodes[structure.code])
-    real = reduced.real(leaves)
-    parameters = {region.nodes[p.at]: p for p in (structure.scale, structure.zero) if p is not None}
-    given = dict(real)
-    for node, parameter in parameters.items():
-        neutral = 1.0 if parameter is structure.scale else 0.0
-        given[node] = torch.full(
-            real[node].shape, neutral, dtype=torch.float32, device=real[node].device
-        ).to(real[node].dtype)
-    (unit,) = evaluate(reduced.nodes, given, [region.output])
-    name, codes = _codes(region.oriented(unit), real[reduced.code].dtype, structure)
-    bn, bk, scale, zero = _common(
-        structure, {p: real[node] for node, p in parameters.items()}, region.shape
-    )
+    reduced = Reduced(region, region.nodes[structure.code], leaves)
+    real = reduced.real()
+    parameters = [*structure.scales, *([structure.zero] if structure.zero else [])]
+    unit = region.oriented(_unit(reduced, real, structure))
+    coded = _coded(unit, real[reduced.code].dtype, structure)
+    found = _grids(structure, {p: real[region.nodes[p.at]] for p in parameters}, region.shape)
     value = region(leaves)
     nearest = ""
-    for weight in _candidates(region, structure, name, bn, bk, codes, scale, zero):
+    for weight in _candidates(region, structure, coded, found):
         nearest = _differs(weight, value)
         if not nearest:
             return weight
     raise Refused(f"the region is not bitwise equal to its nearest format, {nearest}")
+
+
+def _unit(
+    reduced: Reduced, real: dict[torch.fx.Node, torch.Tensor], structure: Structure
+) -> torch.Tensor:
+    """W with every scale 1 and every zero 0; not rounded to 16 bits where it is no whole number,
+    so that entries of a codebook are what they are before they are scaled."""
+    given = dict(real)
+    for parameter in (*structure.scales, structure.zero):
+        if parameter is not None:
+            node = reduced.region.nodes[parameter.at]
+            none = parameter is structure.zero or parameter.how == "^"
+            neutral = torch.zeros_like if none else torch.ones_like
+            given[node] = neutral(real[node].float()).to(real[node].dtype)
+    if structure.reach is None:
+        try:
+            return evaluate(reduced.nodes, given, [reduced.region.output], widen=True)[0]
+        except RuntimeError:  # an operator that takes equal dtypes alone
+            pass
+    return evaluate(reduced.nodes, given, [reduced.region.output])[0]
 
 
 def _differs(weight: QuantizedWeight, value: torch.Tensor) -> str:
@@ -62,99 +78,235 @@ def _differs(weight: QuantizedWeight, value: torch.Tensor) -> str:
     return ""
 
 
-def _codes(
-    unit: torch.Tensor, dtype: torch.dtype, structure: Structure
-) -> tuple[str, torch.Tensor]:
-    """(code type, codes) from W with unit scales."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Coded:
+    """Codes [n, k] of a type, with the table of what they stand for."""
+
+    name: str
+    codes: torch.Tensor
+    table: torch.Tensor | None = None
+
+
+def _coded(unit: torch.Tensor, dtype: torch.dtype, structure: Structure) -> _Coded:
+    """The codes, from W with unit scales."""
     name = str(dtype).removeprefix("torch.")
     if name in FLOAT_CODES:
-        return name, unit.to(torch.float32).to(dtype).contiguous()
+        return _Coded(name, unit.to(torch.float32).to(dtype).contiguous())
     whole = unit.to(torch.float32)
-    if (whole != whole.round()).any():
-        odd = whole[whole != whole.round()]
-        raise Refused(f"codes must be whole numbers; under unit scales W has {float(odd[0])!r}")
-    name = _code_type(whole, structure.signed)
-    return name, whole.to(base_storage(name)).contiguous()
+    exact = (whole == whole.round()) & ~(torch.signbit(whole) & (whole == 0))
+    if structure.reach is not None and bool(exact.all()):
+        low, high = _range(whole)
+        # Other weights of the kind may use codes that this one does not; but not at more bits.
+        wide = min(low, structure.reach[0]), max(high, structure.reach[1])
+        signed = structure.reach[0] < 0
+        limits = [wide, (low, high)] if structure.density < 8 else [(low, high)]
+        for name in filter(None, (_integer(*limit, structure, signed) for limit in limits)):
+            storage = torch.int8 if name.startswith("int") else torch.uint8
+            return _Coded(name, whole.to(storage).contiguous())
+    return _codebook(whole, structure)
 
 
-def _code_type(codes: torch.Tensor, signed: bool) -> str:
-    """The narrowest integer code type that holds these codes; `signed` decides between two."""
-    low, high = (int(codes.min()), int(codes.max())) if codes.numel() else (0, 0)
-    narrow = ("int4", "uint4") if signed else ("uint4", "int4")
-    for name in (*narrow, "int8", "uint8"):
-        smallest, largest = code_range(name)
-        if smallest <= low and high <= largest:
-            return name
-    raise Refused(f"codes must fit int8 or uint8; they run from {low} to {high}")
+def _range(whole: torch.Tensor) -> tuple[float, float]:
+    return (float(whole.min()), float(whole.max())) if whole.numel() else (0.0, 0.0)
 
 
-def base_storage(name: str) -> torch.dtype:
-    return torch.int8 if name.startswith("int") else torch.uint8
+def _integer(low: float, high: float, structure: Structure, signed: bool) -> str | None:
+    """The narrowest integer code type for this range; None if a codebook is narrower."""
+    packed = structure.density < 8
+    for bits in range(1, 9) if packed else WORDS:
+        for name in ("int", "uint") if signed else ("uint", "int"):
+            smallest, largest = code_range(f"{name}{bits}") or (0, 0)
+            if smallest <= low and high <= largest:
+                return None if packed and bits > -(-structure.density // 1) else f"{name}{bits}"
+    return None
 
 
-def _common(
+def _codebook(unit: torch.Tensor, structure: Structure) -> _Coded:
+    """Codes as places in the sorted table of values that W takes under unit scales."""
+    keys = _sortable(unit)
+    found = keys.flatten()[:SAMPLE].unique()
+    places = _places(found, keys)
+    if places is None:
+        found = keys.unique()
+        places = _places(found, keys)
+    if places is None:
+        raise Refused(
+            f"under unit scales W takes {len(found)} values and more; codes have at most 256"
+        )
+    for name, entries in CODEBOOKS.items():
+        book, order = _sortable(torch.tensor(entries, device=unit.device)).sort()
+        known = _places(book, found)
+        if known is not None:
+            codes = order.to(torch.uint8)[known.int()]
+            return _Coded(name, _looked_up(codes, places))
+    bits = max(1, (len(found) - 1).bit_length())
+    if structure.density >= 8:
+        bits = next(word for word in WORDS if word >= bits)
+    else:
+        bits = max(bits, int(structure.density))
+    table = torch.zeros(1 << bits, dtype=torch.float32, device=unit.device)
+    table[: len(found)] = _values(found)
+    return _Coded(f"table{bits}", places, table)
+
+
+def _sortable(values: torch.Tensor) -> torch.Tensor:
+    """int32 keys in the order of float32 values, -0.0 before 0.0."""
+    bits = values.contiguous().view(torch.int32)
+    return torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+def _values(keys: torch.Tensor) -> torch.Tensor:
+    """The float32 values of `_sortable` keys."""
+    return torch.where(keys < 0, keys ^ 0x7FFFFFFF, keys).view(torch.float32)
+
+
+def _places(book: torch.Tensor, keys: torch.Tensor) -> torch.Tensor | None:
+    """uint8: the place of each key in a sorted book; None if one is not there or it is too long."""
+    if len(book) > 256:
+        return None
+    tops, flat = (book >> 16) + (1 << 15), keys.flatten()
+    if len(tops.unique()) == len(book):  # as much of a key as a bf16 has: ten times faster
+        place = torch.zeros(1 << 16, dtype=torch.uint8, device=book.device)
+        place[tops] = torch.arange(len(book), dtype=torch.uint8, device=book.device)
+        at = place.index_select(0, (flat >> 16) + (1 << 15))
+    else:
+        at = torch.bucketize(flat, book, out_int32=True).clamp_(max=len(book) - 1).to(torch.uint8)
+    at = at.view(keys.shape)
+    return at if torch.equal(_looked_up(book, at), keys) else None
+
+
+def _looked_up(book: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    return book.index_select(0, places.flatten().int()).view(places.shape)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Grids:
+    """Scales and zeros of a weight on one grid of blocks; `steps` are the orders to scale in."""
+
+    bn: int
+    bk: int
+    scale: torch.Tensor | None
+    zero: torch.Tensor | None
+    outer: torch.Tensor | None
+    order: torch.Tensor | None
+    steps: tuple[str, ...]
+
+
+def _grids(
     structure: Structure, values: dict[Parameter, torch.Tensor], shape: tuple[int, int]
-) -> tuple[int, int, torch.Tensor | None, torch.Tensor | None]:
-    """(bn, bk, scale grid, zero grid) on the finer of the two grids."""
+) -> _Grids:
     n, k = shape
-    if not values:
-        return n, k, None, None
-    bn, bk = (min(getattr(p, side) for p in values) for side in ("bn", "bk"))
-    grids = {}
-    for parameter, value in values.items():
+    inner, outer = _inner_and_outer(structure.scales, k)
+    blocked = [p for p in (inner, structure.zero) if p is not None]
+    bn = min((p.bn for p in blocked), default=n)
+    bk = min((p.bk for p in blocked), default=k)
+    orders = [p.order for p in blocked if p.order is not None]
+    for parameter in blocked:
         for ours, theirs, size in ((parameter.bn, bn, n), (parameter.bk, bk, k)):
             if ours % theirs and ours != size:
                 raise Refused(f"scale and zero have blocks of {ours} and {theirs} along one axis")
-        grid = parameter.gather(value, n)
+        known = parameter.order if parameter.order is not None or parameter.bk == k else None
+        if orders and parameter.bk != k and (known is None or not torch.equal(known, orders[0])):
+            raise Refused("scale and zero group the columns of W differently")
+
+    def grid(parameter: Parameter | None) -> torch.Tensor | None:
+        if parameter is None:
+            return None
+        found = parameter.gather(values[parameter], n)
         rows = torch.arange(-(-n // bn)) * bn // parameter.bn
         columns = torch.arange(-(-k // bk)) * bk // parameter.bk
-        grids[parameter] = grid[rows][:, columns].contiguous()
-    scale = grids[structure.scale] if structure.scale else None
-    return bn, bk, scale, grids[structure.zero] if structure.zero else None
+        return found[rows][:, columns].contiguous()
+
+    second = None
+    if outer is not None:
+        second = outer.gather(values[outer], n)[:, 0].repeat_interleave(outer.bn)[:n].contiguous()
+    named = [(p, name) for p, name in ((inner, "s"), (outer, "t")) if p is not None]
+    steps = tuple(
+        "".join(("/" if p.how == "/" else "*") + name for p, name in order)
+        for order in itertools.permutations(named)
+    )
+    device = next(iter(values.values())).device if values else None
+    order = orders[0].to(device) if orders else None
+    return _Grids(bn, bk, grid(inner), grid(structure.zero), second, order, steps)
+
+
+def _inner_and_outer(
+    scales: Sequence[Parameter], k: int
+) -> tuple[Parameter | None, Parameter | None]:
+    """(the scale of blocks, a second one that is the same along each row)."""
+    if len(scales) < 2:
+        return (scales[0] if scales else None), None
+    inner, outer = sorted(scales, key=lambda p: (p.bk == k, p.bn))
+    if outer.bk != k:
+        raise Refused("one of two scales must be the same along K; both change along it")
+    return inner, outer
 
 
 def _candidates(
-    region: Region, structure: Structure, name: str, bn: int, bk: int,
-    codes: torch.Tensor, scale: torch.Tensor | None, zero: torch.Tensor | None,
-) -> Iterator[QuantizedWeight]:  # fmt: skip
+    region: Region, structure: Structure, coded: _Coded, grids: _Grids
+) -> Iterator[QuantizedWeight]:
     """Weights to compare with the region; those without a zero first, where it is one number."""
     n, k = region.shape
+    dtypes = {
+        name: None if tensor is None else tensor.dtype
+        for name, tensor in (("scale", grids.scale), ("outer", grids.outer), ("table", coded.table))
+    }
     base = WeightFormat(
-        name, n, k, bn, bk, "q", None if scale is None else scale.dtype, None,
-        region.dtype, region.dtype, region.dtype,
+        codes=coded.name, n=n, k=k, bn=grids.bn, bk=grids.bk, arithmetic="q", zero=None,
+        inner=region.dtype, compute=region.dtype, dtype=region.dtype,
+        permuted=grids.order is not None, **dtypes,
     )  # fmt: skip
-    if zero is not None and structure.arithmetics[0] != "q*s+z":
-        folded = _without_zero(codes, zero, structure.signed)
-        if folded is not None:
-            arithmetic = {"q-z": "q", "(q-z)/s": "q/s"}.get(structure.arithmetics[0], "q*s")
-            form = dataclasses.replace(base, codes=folded[0], arithmetic=arithmetic)
-            for compute in structure.dtypes:
-                form = dataclasses.replace(form, compute=compute, inner=compute)
-                yield QuantizedWeight(form, folded[1], scale, None)
+    operands = {"scale": grids.scale, "outer": grids.outer, "table": coded.table,
+                "order": grids.order}  # fmt: skip
+    zero, inside = grids.zero, structure.zero_moves == "inside"
+    folded = _without_zero(coded, zero) if zero is not None and inside else None
+    if folded is not None:
+        for steps, compute in itertools.product(grids.steps, structure.dtypes):
+            form = dataclasses.replace(
+                base, codes=folded.name, arithmetic="q" + steps, compute=compute, inner=compute
+            )
+            yield QuantizedWeight(form, folded.codes, **operands)
     # Where z is an integer, q - z is exact in every dtype here, so one is enough.
-    inner = structure.dtypes if zero is not None and zero.is_floating_point() else (None,)
-    for arithmetic, compute, within in itertools.product(
-        structure.arithmetics, structure.dtypes, inner
+    within = structure.dtypes if zero is not None and zero.is_floating_point() else (None,)
+    for arithmetic, compute, inner in itertools.product(
+        _arithmetics(grids, inside), structure.dtypes, within
     ):
         form = dataclasses.replace(
-            base, arithmetic=arithmetic, compute=compute, inner=within or compute,
+            base, arithmetic=arithmetic, compute=compute, inner=inner or compute,
             zero=None if zero is None else zero.dtype,
         )  # fmt: skip
-        yield QuantizedWeight(form, codes, scale, zero)
+        yield QuantizedWeight(form, coded.codes, zero=zero, **operands)
 
 
-def _without_zero(
-    codes: torch.Tensor, zero: torch.Tensor, signed: bool
-) -> tuple[str, torch.Tensor] | None:
-    """(code type, codes with the zero subtracted) where all zeros are one whole number."""
+def _arithmetics(grids: _Grids, inside: bool) -> Iterator[str]:
+    """What may be done with codes, scales and the zero, in the order to try."""
+    for steps in grids.steps:
+        if grids.zero is None:
+            yield "q" + steps
+        elif not inside:
+            yield f"q{steps}+z"
+        else:
+            yield f"(q-z){steps}" if steps else "q-z"
+            if steps == "*s":
+                yield "q*s-z*s"
+
+
+def _without_zero(coded: _Coded, zero: torch.Tensor) -> _Coded | None:
+    """The codes with the zero subtracted, where all zeros are one whole number and the codes take
+    no more bits for it."""
     first = float(zero.flatten()[0]) if zero.numel() else 0.0
     if not first.is_integer() or abs(first) > 255 or bool((zero != zero.flatten()[0]).any()):
         return None
-    if codes.dtype.is_floating_point:
+    limits = code_range(coded.name)
+    if limits is None:
         return None
-    moved = codes.to(torch.int16) - int(first)
-    try:
-        name = _code_type(moved, signed or first > 0)
-    except Refused:
-        return None
-    return name, moved.to(base_storage(name))
+    bits = int(coded.name[-1])
+    moved = coded.codes.to(torch.int16) - int(first)
+    low, high = (limits[0] - first, limits[1] - first) if bits < 8 else _range(moved)
+    for narrow in sorted({bits, *(w for w in WORDS if bits == 8)}):
+        for name in ("int", "uint") if low < 0 else ("uint", "int"):
+            smallest, largest = code_range(f"{name}{narrow}") or (0, 0)
+            if smallest <= low and high <= largest:
+                storage = torch.int8 if name == "int" else torch.uint8
+                return _Coded(f"{name}{narrow}", moved.to(storage))
+    return None

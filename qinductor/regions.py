@@ -13,6 +13,7 @@ from torch.fx import Graph, Node
 
 from qinductor.contracts import FLOAT_CODES
 from qinductor.errors import Refused
+from qinductor.freed import is_freed
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -22,7 +23,7 @@ MOVES = VIEWS | {
     aten.expand.default, aten.permute.default, aten.transpose.int, aten.t.default,
     aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.clone.default,
     aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default, aten.repeat.default,
-    aten.slice.Tensor, aten.index.Tensor, aten.index_select.default,
+    aten.slice.Tensor, aten.index.Tensor, aten.index_select.default, aten.select.int,
 }  # fmt: skip
 CASTS = {prims.convert_element_type.default, aten._to_copy.default}
 PRODUCTS = {
@@ -32,6 +33,9 @@ PRODUCTS = {
 }  # fmt: skip
 FLOAT8 = tuple(FLOAT_CODES.values())
 INTEGER = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+HALVES = (torch.bfloat16, torch.float16)
+FLOATS = (*HALVES, torch.float32)
+CODED = (*INTEGER, torch.bool, *FLOAT8)  # dtypes of tensors that may hold codes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,51 +63,77 @@ class Scope:
     leaves     placeholder -> where its tensor is at run time
     why        placeholder -> why it is not constant
     arguments  what the graph was compiled with
+    known      region of a weight -> what it was proved to be before its leaves were freed, as
+               `Op.restored` gives it; None where they are there. Refused if it was not packed
     """
 
     leaves: dict[Node, Leaf]
     why: dict[Node, str]
     arguments: Sequence[Any]
+    known: Callable[["Region"], Any] = lambda region: None
 
     def value(self, leaf: Leaf) -> torch.Tensor:
-        """The constant's present value."""
-        return leaf.of(self.arguments)
+        """The constant's present value; a meta tensor if it was freed."""
+        tensor = leaf.of(self.arguments)
+        return torch.empty_like(tensor, device="meta") if is_freed(tensor) else tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Axes:
+    """Axes of a region's value: output features, input features, experts."""
+
+    n: int
+    k: int | None = None
+    expert: int | None = None
 
 
 class Region:
-    """A pure function of constants, copied out of a graph.
+    """A pure function of constants, copied out of a graph; what is computed twice is copied once.
 
     leaves     its inputs, in the order of the copied graph's placeholders
     signature  equal for two regions that run the same operators on the same shapes and dtypes
-    n_axis     the axis of the value along which the product's output features lie
+    axes       where experts, output features and input features of the product lie in the value;
+               None for those it does not have
+    shape      [N, K] of the weight, [experts * N, K] of a stack of them
     """
 
-    def __init__(self, output: Node, order: list[Node], scope: Scope, n_axis: int) -> None:
+    def __init__(self, output: Node, order: list[Node], scope: Scope, axes: Axes) -> None:
         self.graph = Graph()
         self.constants: dict[Node, torch.Tensor] = {}
+        self.axes = axes
         copies: dict[Node, Node] = {}
+        same: dict[str, Node] = {}
         holders = [node for node in order if node.op == "placeholder"]
         self.leaves = tuple(scope.leaves[node] for node in holders)
         for node in [*holders, *(node for node in order if node.op != "placeholder")]:
+            if isinstance(node.meta.get("val"), (list, tuple)):
+                continue  # its parts are slices of what it splits
+            target, whole = _part(node)
+            arguments = torch.fx.node.map_arg(whole, copies.__getitem__)
+            key = f"{node.op} {target} {arguments} {node.kwargs}"
+            if key in same:
+                copies[node] = same[key]
+                continue
             if node.op == "get_attr":
                 copies[node] = self.graph.placeholder(f"constant_{len(self.constants)}")
                 self.constants[copies[node]] = _attribute(node)
             elif node.op == "placeholder":
                 copies[node] = self.graph.placeholder(f"leaf_{len(copies)}")
+            elif target is not node.target:
+                copies[node] = self.graph.call_function(target, arguments)
             else:
                 copies[node] = self.graph.node_copy(node, copies.__getitem__)
+            same[key] = copies[node]
             known = self.constants.get(copies[node])
             copies[node].meta = {"val": node.meta.get("val", known)}
         self.output = copies[output]
         self.inputs = [copies[node] for node in holders]
-        self.nodes = [copies[node] for node in order]
-        self.n_axis = n_axis
+        self.nodes = list(dict.fromkeys(copies[node] for node in order if node in copies))
         value = output.meta["val"]
-        # [N, K] of a weight; a vector (a bias, a product's scale) has no K.
         sizes = [int(size) for size in value.shape]
-        self.shape = (
-            (sizes[n_axis], sizes[1 - n_axis]) if len(sizes) == 2 else (math.prod(sizes), 1)
-        )
+        self.experts = 1 if axes.expert is None else sizes[axes.expert]
+        k = 1 if axes.k is None else sizes[axes.k]
+        self.shape = math.prod(sizes) // k, k
         self.dtype: torch.dtype = value.dtype
         self.device: torch.device = value.device
         self.signature = self._signature()
@@ -120,7 +150,7 @@ class Region:
             what = node.op if node.op == "placeholder" else str(node.target)
             constant = self.constants.get(node)
             lines.append(f"{what} {arguments} {describe(node)} {_digest(constant)}")
-        return "\n".join([*lines, f"n_axis={self.n_axis}"])
+        return "\n".join([*lines, str(self.axes)])
 
     def __call__(self, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
         """The value W[N, K] for these leaves: one whole evaluation."""
@@ -129,28 +159,70 @@ class Region:
         return self.oriented(value)
 
     def oriented(self, value: torch.Tensor) -> torch.Tensor:
-        """The value as W[N, K], whichever way the product takes it."""
-        return value if self.n_axis == 0 else value.t()
+        """The value as W[N, K] or, of a part of a stack of experts, as W[part * N, K]."""
+        axes = self.axes
+        if axes.k is None:
+            return value.reshape(-1, 1)
+        last = [axis for axis in (axes.expert, axes.n, axes.k) if axis is not None]
+        order = [axis for axis in range(value.dim()) if axis not in last] + last  # of size 1
+        return value.permute(order).reshape(-1, self.shape[1])
+
+    @property
+    def row_axis(self) -> tuple[int, int]:
+        """(axis of the value whose parts are whole rows of W, how many rows one part has)."""
+        if self.axes.expert is None:
+            return self.axes.n, 1
+        return self.axes.expert, self.shape[0] // self.experts
+
+
+def _part(node: Node) -> tuple[Any, tuple[Any, ...]]:
+    """(operator, arguments) of a node; what takes a part of a split takes it of the whole."""
+    if node.target is not operator.getitem:
+        return node.target, node.args
+    split, i = node.args
+    assert isinstance(split, Node) and isinstance(i, int)
+    source, *rest = split.args
+    given: Any = (*rest, 0)[:2]
+    if split.target is aten.unbind.int:
+        return aten.select.int, (source, given[0], i)
+    if split.target not in (aten.split.Tensor, aten.split_with_sizes.default):
+        raise Refused(f"the weight is taken from the results of {split.target}")
+    sizes, dim = given
+    ends = (
+        [j * sizes for j in (i, i + 1)]
+        if isinstance(sizes, int)
+        else [sum(sizes[:j]) for j in (i, i + 1)]
+    )
+    return aten.slice.Tensor, (source, dim, *ends)
 
 
 def evaluate(
-    nodes: Iterable[Node], given: Mapping[Node, torch.Tensor], wanted: Sequence[Node]
+    nodes: Iterable[Node],
+    given: Mapping[Node, torch.Tensor],
+    wanted: Sequence[Node],
+    widen: bool = False,
 ) -> list[torch.Tensor]:
     """Runs `nodes` (in order) from the given values, with no autograd and on real tensors.
 
     A value is dropped after its last use, so that one large intermediate is alive at a time. The
     caller has left Inductor's fake mode (`unset_fake_temporarily`) and autograd (`no_grad`).
+    widen: floats that would be rounded to 16 bits become float32.
     """
     nodes = [node for node in nodes if node not in given]
     device = next((value.device for value in given.values()), None)
     last = {used: node for node in nodes for used in node.all_input_nodes}
     keep, env = set(wanted), dict(given)
     for node in nodes:
-        env[node] = call(node, node.args, env.__getitem__, device)
+        env[node] = call(node, _unrounded(node, widen), env.__getitem__, device)
         for used in set(node.all_input_nodes):
             if last[used] is node and used not in keep:
                 del env[used]
     return [env[node] for node in wanted]
+
+
+def _unrounded(node: Node, widen: bool) -> tuple[Any, ...]:
+    narrows = node.target is prims.convert_element_type.default and node.args[1] in HALVES
+    return (node.args[0], torch.float32) if widen and narrows else node.args
 
 
 def call(
@@ -184,7 +256,7 @@ def behind(node: Node, scope: Scope) -> tuple[list[Node], list[Node]]:
     return order, varying + [n for n in order if n.op == "call_function" and not pure(n)]
 
 
-def extract(node: Node, order: list[Node], scope: Scope, n_axis: int) -> Region:
+def extract(node: Node, order: list[Node], scope: Scope, axes: Axes) -> Region:
     """The region behind `node`. Refused if its sizes are symbolic or its tensors on two devices."""
     for other in order:
         value = other.meta.get("val")
@@ -197,7 +269,7 @@ def extract(node: Node, order: list[Node], scope: Scope, n_axis: int) -> Region:
         raise Refused(f"the weight must hold values; it is {describe(node)} on {sorted(devices)}")
     if len(devices) > 1:
         raise Refused(f"the weight's tensors must lie on one device; found {sorted(devices)}")
-    return Region(node, order, scope, n_axis)
+    return Region(node, order, scope, axes)
 
 
 def pure(node: Node) -> bool:

@@ -1,9 +1,10 @@
 """A region evaluated on its first rows only, so that identification costs no whole evaluations.
 
 From "the first m of the output along one axis" the demand is carried back, node by node, to the
-inputs. A node without a rule for its demand raises `Untracked`: the caller evaluates the whole.
+inputs. A node without a rule for its demand takes all of its inputs.
 """
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -51,10 +52,13 @@ class Rows:
         self.demand: Needs = {output: prefix}
         steps = []
         for node in reversed(nodes):
+            if node not in self.demand:  # it counts for other rows alone
+                continue
             demand = self.demand[node]
             needs, arguments = (dict.fromkeys(node.all_input_nodes), node.args)
             if demand is not None and node.op == "call_function":
-                needs, arguments = _rule(node, demand)
+                with contextlib.suppress(Untracked):
+                    needs, arguments = _rule(node, demand)
             for source, need in needs.items():
                 self.demand[source] = _join(need, self.demand.get(source, need))
             steps.append((node, needs, arguments))
@@ -198,9 +202,16 @@ def _select(node: Any, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
 
 def _cat(node: Any, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
     dim = (int(node.args[1]) if len(node.args) > 1 else 0) % len(_shape(node))
-    if dim == want.axis:
-        raise Untracked("the rows are concatenated")
-    return dict.fromkeys(node.all_input_nodes, want), node.args
+    if dim != want.axis:
+        return dict.fromkeys(node.all_input_nodes, want), node.args
+    needs: Needs = {}
+    start = 0
+    for part in node.args[0]:
+        if start < want.size:
+            need = Prefix(dim, min(want.size - start, _shape(part)[dim]))
+            needs[part] = _join(need, needs.get(part, need))
+        start += _shape(part)[dim]
+    return needs, ([part for part in node.args[0] if part in needs], dim)
 
 
 def _index(node: Any, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
@@ -214,6 +225,25 @@ def _index(node: Any, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
         return {source: None, index: Prefix(want.axis - at, want.size)}, node.args
     axis = want.axis if want.axis < at else want.axis - rank + 1
     return {source: Prefix(axis, want.size), index: None}, node.args
+
+
+def _embedding(node: Any, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
+    table, index = node.args[:2]
+    return {table: None, index: want if want.axis < len(_shape(index)) else None}, node.args
+
+
+def _gather(node: Any, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
+    source, dim, index = node.args[:3]
+    along = int(dim) % len(_shape(source)) == want.axis
+    return {source: None if along else want, index: want}, node.args
+
+
+def _index_put(node: Any, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
+    source, indices, values = node.args[:3]
+    masks = [n for n in indices if n is not None and n.meta["val"].dtype is torch.bool]
+    if len(indices) != 1 or not masks or _shape(masks[0]) != _shape(node) or _shape(values):
+        raise Untracked("rows are written by indices")
+    return {source: want, masks[0]: want, values: None}, node.args
 
 
 def _pad(node: Any, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
@@ -247,6 +277,10 @@ _HANDLERS: dict[Any, Callable[[Any, Prefix], tuple[Needs, tuple[Any, ...]]]] = {
     aten.select.int: _select,
     aten.cat.default: _cat,
     aten.index.Tensor: _index,
+    aten._unsafe_index.Tensor: _index,
+    aten.embedding.default: _embedding,
+    aten.gather.default: _gather,
+    aten.index_put.default: _index_put,
     aten.constant_pad_nd.default: _pad,
     aten.slice_scatter.default: _scatter,
     aten.copy.default: lambda node, want: (_pointwise(node, want), node.args),

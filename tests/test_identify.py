@@ -20,7 +20,7 @@ from qinductor.errors import Refused
 from qinductor.identify import ROW_COUNTS, Structure, identify
 from qinductor.probe import BUDGET
 from qinductor.prove import difference, read
-from qinductor.regions import Leaf, Region, Scope, behind, extract
+from qinductor.regions import Axes, Leaf, Region, Scope, behind, extract
 from qinductor.rows import Prefix, Rows, Untracked
 
 aten = torch.ops.aten
@@ -45,7 +45,7 @@ def region(
     scope = Scope({node: Leaf(i) for i, node in enumerate(holders)}, {}, leaves)
     order, varying = behind(output, scope)
     assert not varying
-    return extract(output, order, scope, n_axis)
+    return extract(output, order, scope, Axes(n_axis, 1 - n_axis))
 
 
 def held(cut: Region, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -1,0 +1,180 @@
+"""Products of a quantised weight: which operand it is, and which operator takes the product."""
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from qinductor.errors import Refused
+from qinductor.regions import (
+    CASTS,
+    CODED,
+    FLOAT8,
+    MOVES,
+    PRODUCTS,
+    VIEWS,
+    Axes,
+    Scope,
+    aten,
+    behind,
+    describe,
+)
+
+# product -> (operator, place of the left side, place of the bias)
+ANCHORS: dict[Any, tuple[str | None, int, int | None]] = {
+    aten.mm.default: ("dequant_matmul", 0, None),
+    aten.addmm.default: ("dequant_matmul", 1, 0),
+    aten.bmm.default: ("dequant_bmm", 0, None),
+    aten.baddbmm.default: ("dequant_bmm", 1, 0),
+    aten._grouped_mm.default: ("dequant_grouped_matmul", 0, None),
+    aten.convolution.default: (None, 0, None),
+}
+LOOKUPS = {aten.embedding.default}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Product:
+    """One product with a quantised weight.
+
+    weight   the node that is dequantised, and where its axes are
+    inputs   the activation and, of a grouped product, the offsets
+    form     how the product stands to its operator, see `Lowering`
+    """
+
+    node: Node
+    weight: Node
+    axes: Axes
+    inputs: tuple[Node, ...]
+    bias: Node | None
+    operator: str
+    form: str = "plain"
+
+
+def rows_of(product: Product) -> object:
+    """The M of the operator; None of a grouped product, whose experts take as many as there are."""
+    if product.operator == "dequant_grouped_matmul":
+        return None
+    shape = product.inputs[0].meta["val"].shape
+    m = shape[-1] if "turned" in product.form else shape[-2]
+    return m * shape[0] if "batched" in product.form else m
+
+
+def sides(node: Node) -> tuple[Node, Node]:
+    """The left and the right operand of a product."""
+    at = ANCHORS[node.target][1]
+    left, right = node.args[at], node.args[at + 1]
+    assert isinstance(left, Node) and isinstance(right, Node)
+    return left, right
+
+
+def is_quantized(side: Node, scope: Scope) -> bool:
+    """Whether an operand is made from stored codes, or from a constant rounded in every call."""
+    order, varying = behind(side, scope)
+    value = side.meta["val"]
+    if value.dim() < 2 or not value.dtype.is_floating_point:
+        return False
+    elements = math.prod(size for size in value.shape if isinstance(size, int))
+    codes = [n for n in order if n.op != "call_function" and holds_codes(n, elements)]
+    sized = [n for n in order if n in scope.leaves and _has_codes_dtype(n)]
+    tensors = [n for n in varying if isinstance(n.meta.get("val"), torch.Tensor)]
+    symbolic = any(isinstance(size, torch.SymInt) for size in value.shape)
+    if not tensors:
+        rounded = any(
+            n.op == "call_function" and n.target in CASTS
+            and n.meta["val"].dtype in (*FLOAT8, torch.int8, torch.uint8)
+            and n.meta["val"].numel() == elements
+            for n in order
+        )  # fmt: skip
+        return bool(codes or rounded or (symbolic and sized))
+    computed = any(n.target in PRODUCTS | LOOKUPS for n in order)
+    return bool(codes) and not computed and not symbolic
+
+
+def _has_codes_dtype(node: Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.dtype in CODED
+
+
+def holds_codes(node: Node, elements: int) -> bool:
+    """Whether the tensor has at least a bit for each element."""
+    if not _has_codes_dtype(node):
+        return False
+    value = node.meta["val"]
+    size = value.numel()
+    return isinstance(size, int) and size * value.dtype.itemsize * 8 >= elements
+
+
+def product_of(node: Node, scope: Scope) -> Product:
+    """What multiplies what, or Refused where no operator has this form."""
+    if node.target not in ANCHORS:
+        raise Refused(
+            "the product must be in the graph of its dequantised weight; a graph break in between "
+            f"makes {describe(node)} an output of this graph"
+        )
+    operator, _, at_bias = ANCHORS[node.target]
+    if operator is None:
+        raise Refused(f"the product must be of matrices; it is {node.target}")
+    left, right = sides(node)
+    bias = None if at_bias is None else node.args[at_bias]
+    assert bias is None or isinstance(bias, Node)
+    if operator == "dequant_grouped_matmul":
+        return _grouped(node, left, right)
+    turned = not is_quantized(right, scope)
+    x, weight = (right, left) if turned else (left, right)
+    if turned and bias is not None:
+        raise Refused(f"the weight must be the right operand of {node.target}; it is the left one")
+    if operator == "dequant_matmul":
+        axes = Axes(0, 1) if turned else Axes(1, 0)
+        return Product(node, weight, axes, (x,), bias, operator, "turned" if turned else "plain")
+    _check_own_batch(weight)
+    one = _unexpanded(weight)
+    if one is not None and bias is None:
+        rank = one.meta["val"].dim()
+        axes = Axes(rank - 2, rank - 1) if turned else Axes(rank - 1, rank - 2)
+        form = "turned batched" if turned else "batched"
+        return Product(node, one, axes, (x,), None, "dequant_matmul", form)
+    axes = Axes(1, 2, 0) if turned else Axes(2, 1, 0)
+    return Product(node, weight, axes, (x,), bias, operator, "turned" if turned else "plain")
+
+
+def _grouped(node: Node, x: Node, weight: Node) -> Product:
+    """A product of rows sorted by expert with a stack of weights."""
+    offsets, bias = (node.args[i] if len(node.args) > i else None for i in (2, 3))
+    ranks = [n.meta["val"].dim() for n in (x, weight)]
+    if ranks != [2, 3] or not isinstance(offsets, Node) or bias is not None:
+        raise Refused(
+            "a grouped product must be of x[T, K] with W[E, K, N] and offsets, without bias; it is "
+            f"of {describe(x)} with {describe(weight)}"
+        )
+    return Product(node, weight, Axes(2, 1, 0), (x, offsets), None, "dequant_grouped_matmul")
+
+
+def _unexpanded(weight: Node) -> Node | None:
+    """The one weight [K, N] or [1, K, N] that was broadcast along the batch, if it was."""
+    *_, k, n = weight.meta["val"].shape
+    node: object = weight
+    while isinstance(node, Node):
+        shape = node.meta["val"].shape
+        if tuple(shape[-2:]) != (k, n):
+            return None
+        if all(size == 1 for size in shape[:-2]) and len(shape) <= 3:
+            return node
+        if node.target not in VIEWS | {aten.expand.default, aten.unsqueeze.default}:
+            return None
+        node = node.args[0]
+    return None
+
+
+def _check_own_batch(weight: Node) -> None:
+    """Refused where a stack of weights is broadcast along one more axis."""
+    *batch, _, _ = weight.meta["val"].shape
+    node: object = weight
+    while isinstance(node, Node) and node.target in MOVES:
+        source = node.args[0]
+        if node.target is aten.expand.default and isinstance(source, Node):
+            before = [size for size in source.meta["val"].shape[:-2] if size != 1]
+            if before and node.meta["val"].numel() != source.meta["val"].numel():
+                raise Refused(f"a stack of {before} weights is broadcast along a batch {batch}")
+        node = source
