@@ -1,5 +1,7 @@
 """Rows of optimum-quanto 0.2.7."""
 
+import types
+
 import torch
 from table import (
     BF16,
@@ -22,9 +24,17 @@ from table import (
 )
 
 
+def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    mask = (1 << bits) - 1
+    return torch.cat([packed >> place & mask for place in range(0, 8, bits)])
+
+
 def quantised(module: torch.nn.Module, weights: str, dtype: torch.dtype) -> torch.nn.Module:
     from optimum import quanto
+    from optimum.quanto.library.extensions import cpp
 
+    # In place of the library's C++, which takes half a minute to build.
+    cpp.ext._lib = types.SimpleNamespace(unpack=unpack)
     module = module.to(dtype).eval().requires_grad_(False)
     spread(module)
     quanto.quantize(module, weights=getattr(quanto, weights))

@@ -67,7 +67,7 @@ class Case:
     says     words that each contract has
     why      why nothing is lowered; None: it is
     reasons  regular expressions: the reasons that the report gives, in order
-    symbolic whether it is also compiled with a symbolic number of rows
+    symbolic whether the number of rows is symbolic; it is called with a second one then
     dynamo   settings of Dynamo without which it makes no such graph
     casts    whether Inductor must round where eager does, because x is quantised in the graph
     extra    whether it is a variant of ours, beyond the catalogue
@@ -133,10 +133,10 @@ def built(case: Case) -> Iterator[Made]:
             yield made
 
 
-def check(case: Case, symbolic: bool = False) -> None:
+def check(case: Case) -> None:
     """Compiles a row's module, and holds report and result to what the row says."""
     with built(case) as made:
-        run(made, functools.partial(hold, case), case.rows, symbolic, case.casts)
+        run(made, functools.partial(hold, case), case.rows, case.symbolic, case.casts)
 
 
 def check_left(case: Case) -> None:

@@ -46,11 +46,6 @@ def test_lowered(case):
     passed[case.name] = True
 
 
-@pytest.mark.parametrize("case", [case for case in LOWERED if case.symbolic], ids=str)
-def test_with_a_symbolic_number_of_rows(case):
-    check(case, symbolic=True)
-
-
 @pytest.mark.parametrize("case", LEFT, ids=str)
 def test_left_alone(case):
     check_left(case)
