@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch.fx import Graph, Node
 
-from qinductor.contracts import QuantizedWeight, short, split
+from qinductor.contracts import QuantizedWeight, short
 from qinductor.errors import Refused
 from qinductor.identify import Structure, identify
 from qinductor.kernels.dequant_matmul import DEQUANT_MATMUL, DequantMatmul, Operands
@@ -82,8 +82,7 @@ class Parts:
             weights = [operands.weight for operands in known]
         else:
             assert structure is not None
-            weight = read(self.weight, structure, tensors[:start])
-            weights = [weight] if self.weight.axes.expert is None else split(weight, experts)
+            weights = read(self.weight, structure, tensors[:start])
         vectors = []
         for region in (self.bias, self.output_scale):
             value = None

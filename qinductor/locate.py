@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from qinductor.errors import Refused
 from qinductor.probe import Prober, Reduced
-from qinductor.regions import FLOAT8, FLOATS, INTEGER, describe
+from qinductor.regions import FLOAT8, FLOATS, INTEGER, Region, describe
 from qinductor.rows import Demand
 
 
@@ -31,8 +31,9 @@ class Parameter:
     dtype     narrowest dtype that the region converts it to
     shape     of the whole tensor
     bn, bk    block of W that shares an entry
-    step, base  the entry of block (i, j), counted in row-major order, is base[j] + i * step; past
-                the last one they begin anew, as scales that experts share do
+    step, base  the entry of block (i, j) of the first expert, counted in row-major order, is
+                base[j] + i * step
+    jump      from an entry to that of the same block of the next expert
     sign      -1 where the region adds what the format subtracts
     how       what a scale does: "*" or "/" of W, or "^": W is multiplied by 2 to its power
     order     position -> column of W, where blocks are of permuted columns; else None
@@ -45,14 +46,15 @@ class Parameter:
     bk: int
     step: int
     base: torch.Tensor
+    jump: int
     sign: int = 1
     how: str = "*"
     order: torch.Tensor | None = None
 
-    def gather(self, value: torch.Tensor, n: int) -> torch.Tensor:
-        """The grid [ceil(n / bn), ceil(k / bk)] of entries, in `dtype`."""
-        at = self.base + torch.arange(-(-n // self.bn))[:, None] * self.step
-        entries = value.reshape(-1)[at.to(value.device) % value.numel()]
+    def gather(self, value: torch.Tensor, n: int, expert: int) -> torch.Tensor:
+        """The grid [ceil(n / bn), ceil(k / bk)] of an expert's entries, in `dtype`."""
+        at = self.base + torch.arange(-(-n // self.bn))[:, None] * self.step + expert * self.jump
+        entries = value.reshape(-1)[at.to(value.device)]
         if self.how == "^":
             entries = torch.exp2(entries.double())
         entries = entries.to(self.dtype)
@@ -117,7 +119,7 @@ def located(
         at += index // inner % held.shape[axis] * stride
     demand = probe.function.demand.get(node)
     try:
-        bn, bk, step, order = _blocks(at, describe(node), probe.rows, region.shape, demand)
+        bn, bk, step, jump, order = _blocks(at, describe(node), region, demand)
     except Refused:
         if (digit({node: probe.like(node, base - 1 + offset)}).round() != base - 1).any():
             raise Refused(f"W must be in proportion to {describe(node)}; it is not") from None
@@ -128,7 +130,7 @@ def located(
         narrowest = torch.bfloat16 if region.dtype is torch.bfloat16 else torch.float32
     entries = (at[0] if order is None else at[0, order])[::bk]
     where = region.nodes.index(node)
-    return Parameter(where, narrowest, shape, bn, bk, step, entries, how=how, order=order)
+    return Parameter(where, narrowest, shape, bn, bk, step, entries, jump, how=how, order=order)
 
 
 def is_broadcast(reduced: Reduced, probe: Prober, node: Node) -> bool:
@@ -179,10 +181,10 @@ def _recomputed(reduced: Reduced, probe: Prober, node: Node) -> list[torch.Tenso
 
 
 def _blocks(
-    at: torch.Tensor, name: str, rows: int, shape: tuple[int, int], demand: Demand
-) -> tuple[int, int, int, torch.Tensor | None]:
-    """(bn, bk, step, order) of the entries at[n, k]."""
-    n, k = shape
+    at: torch.Tensor, name: str, region: Region, demand: Demand
+) -> tuple[int, int, int, int, torch.Tensor | None]:
+    """(bn, bk, step, jump, order) of the entries at[rows, k], which are whole experts."""
+    n, k = region.shape[0] // region.experts, region.shape[1]
     order, bk = None, _even(at[0])
     if not bk:
         order = at[0].argsort(stable=True)
@@ -193,12 +195,14 @@ def _blocks(
             f"the entries of {name} must serve equally many columns each; "
             f"{len(at[0].unique())} of them are spread over {k} columns"
         )
-    along_n = (at[:, 0] != at[0, 0]).nonzero()
-    if not len(along_n) and rows < n and demand is not None:
+    along_n = (at[:n, 0] != at[0, 0]).nonzero()
+    if not len(along_n) and len(at) < n and demand is not None:
         raise MoreRows
     bn = int(along_n[0]) if len(along_n) else n
     step = int(at[bn, 0] - at[0, 0]) if len(along_n) else 0
-    other = (at != at[0] + (torch.arange(rows) // bn * step)[:, None]).nonzero()
+    jump = int(at[n, 0] - at[0, 0]) if len(at) > n else 0
+    rows = torch.arange(len(at))
+    other = (at != at[0] + (rows % n // bn * step + rows // n * jump)[:, None]).nonzero()
     if len(other):
         row, column = other[0].tolist()
         raise Refused(
@@ -207,7 +211,7 @@ def _blocks(
         )
     if bn == 1 and bk == 1 and n > 1 and k > 1:
         raise Refused(f"{name} has one entry for each element, so it is no scale of a block")
-    return bn, bk, step, order
+    return bn, bk, step, jump, order
 
 
 def _even(entries: torch.Tensor) -> int:

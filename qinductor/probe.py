@@ -95,7 +95,8 @@ class Prober:
     def __init__(self, reduced: Reduced, rows: int, spent: int) -> None:
         region, real = reduced.region, reduced.real()
         axis, unit = region.row_axis
-        parts = -(-min(rows, region.shape[0]) // unit)
+        # Of experts at least two, to see how their scales follow each other.
+        parts = max(-(-min(rows, region.shape[0]) // unit), min(region.experts, 2))
         self.rows, self.evaluations = parts * unit, spent
         prefix = Prefix(axis, parts) if self.rows < region.shape[0] else None
         self.function = Rows(reduced.nodes, region.output, prefix)

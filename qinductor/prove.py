@@ -26,8 +26,11 @@ WORDS = (2, 4, 8)  # bits of a code that has a word of its own, by the values fo
 SAMPLE = 1 << 18  # elements in which the entries of a codebook are looked for first
 
 
-def read(region: Region, structure: Structure, leaves: Sequence[torch.Tensor]) -> QuantizedWeight:
-    """The weight that the region makes of these leaves, proved bitwise equal to its format.
+def read(
+    region: Region, structure: Structure, leaves: Sequence[torch.Tensor]
+) -> list[QuantizedWeight]:
+    """The weight that the region makes of these leaves, proved bitwise equal to its format; one for
+    each expert, all of one format, where the region is a stack of them.
 
     Two whole evaluations: W itself, and W with unit scales, whose values are the codes, unpacked
     and in place; a third where entries of a codebook are rounded. Refused with the nearest format,
@@ -36,7 +39,8 @@ def read(region: Region, structure: Structure, leaves: Sequence[torch.Tensor]) -
     reduced = Reduced(region, region.nodes[structure.code], leaves)
     real = reduced.real()
     parameters = [*structure.scales, *([structure.zero] if structure.zero else [])]
-    found = _grids(structure, {p: real[region.nodes[p.at]] for p in parameters}, region.shape)
+    values = {p: real[region.nodes[p.at]] for p in parameters}
+    grids = [_grids(structure, values, region, expert) for expert in range(region.experts)]
     value = region(leaves)
     nearest = ""
     # Entries of a codebook are to be what they are before they are scaled: not rounded to 16 bits,
@@ -47,10 +51,10 @@ def read(region: Region, structure: Structure, leaves: Sequence[torch.Tensor]) -
         except RuntimeError:  # an operator that takes equal dtypes alone
             continue
         coded = _coded(unit, real[reduced.code].dtype, structure)
-        for weight in _candidates(region, structure, coded, found):
-            nearest = _differs(weight, value)
+        for weights in _candidates(region, structure, coded, grids):
+            nearest = _differs(weights, value)
             if not nearest:
-                return weight
+                return weights
     raise Refused(f"the region is not bitwise equal to its nearest format, {nearest}")
 
 
@@ -68,14 +72,18 @@ def _unit(
     return evaluate(reduced.nodes, given, [reduced.region.output], widen)[0]
 
 
-def _differs(weight: QuantizedWeight, value: torch.Tensor) -> str:
+def _differs(weights: Sequence[QuantizedWeight], value: torch.Tensor) -> str:
     """Empty if the reference equals the region, else where it does not; a strip is tried first."""
-    form = weight.format
-    rows = min(max(STRIP // form.bn, 1) * form.bn, form.n)
-    for part in (rows, form.n):
-        found = difference(dequantize(weight.rows(0, part)), value[:part])
+    form = weights[0].format
+    strip = min(max(STRIP // form.bn, 1) * form.bn, form.n)
+    parts = [(weights[0].rows(0, strip), value[:strip])]
+    parts += zip(weights, value.split(form.n), strict=True)
+    for expert, (weight, part) in enumerate(parts, -1):
+        found = difference(dequantize(weight), part)
         if found:
-            return f"{form.codes} {form.granularity} {form.arithmetic} in {form.compute}: {found}"
+            which = f" expert {expert}" if len(weights) > 1 and expert > 0 else ""
+            arithmetic = f"{form.arithmetic} in {form.compute}"
+            return f"{form.codes} {form.granularity} {arithmetic}{which}: {found}"
     return ""
 
 
@@ -191,9 +199,9 @@ class _Grids:
 
 
 def _grids(
-    structure: Structure, values: dict[Parameter, torch.Tensor], shape: tuple[int, int]
+    structure: Structure, values: dict[Parameter, torch.Tensor], region: Region, expert: int
 ) -> _Grids:
-    n, k = shape
+    n, k = region.shape[0] // region.experts, region.shape[1]
     inner, outer = _inner_and_outer(structure.scales, k)
     blocked = [p for p in (inner, structure.zero) if p is not None]
     bn = min((p.bn for p in blocked), default=n)
@@ -210,14 +218,14 @@ def _grids(
     def grid(parameter: Parameter | None) -> torch.Tensor | None:
         if parameter is None:
             return None
-        found = parameter.gather(values[parameter], n)
+        found = parameter.gather(values[parameter], n, expert)
         rows = torch.arange(-(-n // bn)) * bn // parameter.bn
         columns = torch.arange(-(-k // bk)) * bk // parameter.bk
         return found[rows][:, columns].contiguous()
 
     second = None
     if outer is not None:
-        second = outer.gather(values[outer], n)[:, 0].repeat_interleave(outer.bn)[:n].contiguous()
+        second = outer.gather(values[outer], n, expert)[:, 0].repeat_interleave(outer.bn)[:n]
     named = [(p, name) for p, name in ((inner, "s"), (outer, "t")) if p is not None]
     steps = tuple(
         "".join(("/" if p.how == "/" else "*") + name for p, name in order)
@@ -241,41 +249,51 @@ def _inner_and_outer(
 
 
 def _candidates(
-    region: Region, structure: Structure, coded: _Coded, grids: _Grids
-) -> Iterator[QuantizedWeight]:
-    """Weights to compare with the region; those without a zero first, where it is one number."""
-    n, k = region.shape
+    region: Region, structure: Structure, coded: _Coded, grids: Sequence[_Grids]
+) -> Iterator[list[QuantizedWeight]]:
+    """Weights to compare with the region, one for each expert; those without a zero first, where it
+    is one number."""
+    one = grids[0]
     dtypes = {
         name: None if tensor is None else tensor.dtype
-        for name, tensor in (("scale", grids.scale), ("outer", grids.outer), ("table", coded.table))
+        for name, tensor in (("scale", one.scale), ("outer", one.outer), ("table", coded.table))
     }
     base = WeightFormat(
-        codes=coded.name, n=n, k=k, bn=grids.bn, bk=grids.bk, arithmetic="q", zero=None,
-        inner=region.dtype, compute=region.dtype, dtype=region.dtype,
-        permuted=grids.order is not None, **dtypes,
+        codes=coded.name, n=region.shape[0] // len(grids), k=region.shape[1], bn=one.bn, bk=one.bk,
+        arithmetic="q", zero=None, inner=region.dtype, compute=region.dtype, dtype=region.dtype,
+        permuted=one.order is not None, **dtypes,
     )  # fmt: skip
-    operands = {"scale": grids.scale, "outer": grids.outer, "table": coded.table,
-                "order": grids.order}  # fmt: skip
-    zero, inside = grids.zero, structure.zero_moves == "inside"
+
+    def weights(form: WeightFormat, codes: torch.Tensor) -> list[QuantizedWeight]:
+        return [
+            QuantizedWeight(
+                form, part, grid.scale, None if form.zero is None else grid.zero, grid.outer,
+                coded.table, grid.order,
+            )
+            for part, grid in zip(codes.split(base.n), grids, strict=True)
+        ]  # fmt: skip
+
+    inside = structure.zero_moves == "inside"
+    zero = None if one.zero is None else torch.stack([g.zero for g in grids if g.zero is not None])
     folded = None
     if zero is not None and (inside or not bool((zero != 0).any())):
         folded = _without_zero(coded, zero)
     if folded is not None:
-        for steps, compute in itertools.product(grids.steps, structure.dtypes):
+        for steps, compute in itertools.product(one.steps, structure.dtypes):
             form = dataclasses.replace(
                 base, codes=folded.name, arithmetic="q" + steps, compute=compute, inner=compute
             )
-            yield QuantizedWeight(form, folded.codes, **operands)
+            yield weights(form, folded.codes)
     # Where z is an integer, q - z is exact in every dtype here, so one is enough.
     within = structure.dtypes if zero is not None and zero.is_floating_point() else (None,)
     for arithmetic, compute, inner in itertools.product(
-        _arithmetics(grids, inside), structure.dtypes, within
+        _arithmetics(one, inside), structure.dtypes, within
     ):
         form = dataclasses.replace(
             base, arithmetic=arithmetic, compute=compute, inner=inner or compute,
             zero=None if zero is None else zero.dtype,
         )  # fmt: skip
-        yield QuantizedWeight(form, coded.codes, zero=zero, **operands)
+        yield weights(form, coded.codes)
 
 
 def _arithmetics(grids: _Grids, inside: bool) -> Iterator[str]:

@@ -1,5 +1,6 @@
 """Regions of plain functions, and what identification and proof make of them."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import torch
@@ -48,12 +49,26 @@ def identified(
     """What identification and proof make of f(*leaves), checked against a plain call of f."""
     cut = region(f, leaves, axes)
     structure = identify(cut, held(cut, leaves))
-    weight = read(cut, structure, held(cut, leaves))
+    weight = stacked(read(cut, structure, held(cut, leaves)))
     value = f(*leaves)
     value = value.mT if axes in (KN, EKN) else value
     assert not difference(dequantize(weight), value.reshape(-1, value.shape[-1]))
     assert structure.evaluations <= BUDGET - 2
     return structure, weight
+
+
+def stacked(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
+    """The weights of experts under each other, which a format with whole blocks can say."""
+    first = weights[0]
+    if len(weights) == 1:
+        return first
+    assert len({weight.format for weight in weights}) == 1 and first.format.n % first.format.bn == 0
+    names = [
+        name for name in ("codes", "scale", "zero", "outer") if getattr(first, name) is not None
+    ]
+    parts = {name: torch.cat([getattr(weight, name) for weight in weights]) for name in names}
+    form = dataclasses.replace(first.format, n=first.format.n * len(weights))
+    return dataclasses.replace(first, format=form, **parts)
 
 
 def words(weight: QuantizedWeight) -> str:
