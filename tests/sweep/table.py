@@ -218,7 +218,7 @@ class Wide(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if types:  # a subclass takes itself apart first
+        if set(types) - {torch.Tensor, torch.nn.Parameter}:  # a subclass takes itself apart first
             return NotImplemented
         if func is aten._to_copy.default and args[0].dtype == FP64:
             wanted = kwargs.get("dtype") or FP64

@@ -55,7 +55,7 @@ class Structure:
     @property
     def size(self) -> tuple[int, int]:
         """(N, K): at least 4096 outputs with 32 rows of x, or with one."""
-        return (4096, 128) if self.rank == 1 else (128, 128)
+        return (4096, 128) if self.rank == 1 else (128, 192)
 
     @property
     def block(self) -> tuple[int, int]:
