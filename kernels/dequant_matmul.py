@@ -1,31 +1,38 @@
 """qinductor::dequant_matmul: x times a quantised weight, which is never written out whole.
 
-| tensor       | shape                | dtype                                     |
-|--------------|----------------------|-------------------------------------------|
-| x            | [M, K], M >= 0       | bf16, fp16, fp32                          |
-| codes        | [N, K]               | int8, uint8 or float8; int4 codes in int8 |
-| scale, zero  | [N / bn, K / bk]     | as `WeightFormat` says; ragged blocks too |
-| output_scale | [N]                  | the dtype of x                            |
-| bias         | [N]                  | the dtype of x                            |
-| result       | [M, N], contiguous   | the dtype of x                            |
+| tensor       | shape              | dtype                                                   |
+|--------------|--------------------|---------------------------------------------------------|
+| x            | [M, K], M >= 0     | bf16, fp16, fp32                                        |
+| codes        | as `packing` says  | integers of 1 to 8 bits, float8, e2m1, from a table     |
+| scale, zero  | [N / bn, K / bk]   | as `WeightFormat` says; ragged blocks too               |
+| outer        | [N]                | as `WeightFormat` says                                  |
+| table        | [2^bits]           | as `WeightFormat` says                                  |
+| order        | [K]                | int64; then codes are packed as codes[:, order]         |
+| output_scale | [N]                | the dtype of x                                          |
+| bias         | [N]                | the dtype of x                                          |
+| result       | [M, N], contiguous | the dtype of x                                          |
 """
 
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import sympy
 import torch
 
 from qinductor.contracts import (
+    FLOAT_CODES,
     Hashed,
     QuantizedWeight,
     WeightFormat,
+    code_range,
     dequantize,
     parse,
     render,
     short,
 )
+from qinductor.kernels import packing
 from qinductor.op import INFINITE, LIBRARY, M, Op, Plan, Provider, op
 
 
@@ -36,8 +43,8 @@ class DequantMatmul(Hashed):
     x, out        dtypes of the activation and of the result
     output_scale  dtype of a scale that the graph applies to the product, or None
     bias          whether the product itself adds a bias of shape [n]
-    experts       number of weights, of one format, in front of which x has an axis or is sorted into
-                  groups; 0 for a plain product
+    experts       number of weights, all of one format, each of which has rows of x of its own; 0
+                  for a plain product
     """
 
     weight: WeightFormat
@@ -59,11 +66,19 @@ class DequantMatmul(Hashed):
         scale = w.scale or self.output_scale
         place = "" if self.output_scale is None else " after the product"
         what = w.granularity if self.output_scale is None else "channel"
-        zero = "" if w.zero is None else f" zero {short(w.zero)}"
         scaled = f" {what} scale {short(scale)}{place}" if scale is not None else " no scale"
-        return f"{short(self.x)} x {w.codes}[{w.n},{w.k}]{scaled}{zero} {w.arithmetic}" + (
-            " +bias" if self.bias else ""
-        )
+        words = [
+            f"{short(self.x)} x",
+            f"{self.experts} experts of" if self.experts else "",
+            f"{w.codes}[{w.n},{w.k}]{scaled}",
+            "" if w.zero is None else f"zero {short(w.zero)}",
+            "" if w.outer is None else f"row scale {short(w.outer)}",
+            "" if w.table is None else f"table {short(w.table)}",
+            w.arithmetic,
+            "permuted" if w.permuted else "",
+            "+bias" if self.bias else "",
+        ]
+        return " ".join(filter(None, words))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -86,12 +101,16 @@ def reference(contract: DequantMatmul, x: torch.Tensor, operands: Operands) -> t
 
 
 def cost(contract: DequantMatmul) -> dict[str, sympy.Expr]:
-    """Bytes that must move and floating-point operations, in M."""
+    """Bytes that must move and floating-point operations, in M: of all experts together, of which
+    every weight is read."""
     w = contract.weight
     scales = sum(dtype.itemsize for dtype in (w.scale, w.zero) if dtype is not None)
     weight = w.n * w.k * w.bits // 8 + w.grid[0] * w.grid[1] * scales
+    weight += w.n * w.outer.itemsize if w.outer is not None else 0
+    weight += (w.table.itemsize << w.bits) if w.table is not None else 0
+    weight += w.k * torch.int64.itemsize if w.permuted else 0
     return {
-        "bytes": sympy.Integer(weight)
+        "bytes": sympy.Integer(weight * max(1, contract.experts))
         + M * (w.k * contract.x.itemsize + w.n * contract.out.itemsize),
         "flops": 2 * M * w.n * w.k,
     }
@@ -134,21 +153,6 @@ def _(x: torch.Tensor, packed: Sequence[torch.Tensor], contract: str, plan: str)
     return x.new_empty((x.shape[0], form.weight.n), dtype=form.out)
 
 
-def halves(codes: torch.Tensor, signed: bool) -> torch.Tensor:
-    """int8[ceil(N/2), K] from 4-bit codes int8[N, K]: byte = 16 * (row r) + (row r + N/2) + 8, with
-    codes made signed first. Whole rows are unpacked, and by arithmetic that vectorises."""
-    codes = codes if signed else codes - 8
-    h = (codes.shape[0] + 1) // 2
-    low = torch.nn.functional.pad(codes[h:], (0, 0, 0, 2 * h - codes.shape[0]))
-    return (codes[:h] << 4) + (low + 8)
-
-
-def unpacked(packed: torch.Tensor, n: int, signed: bool) -> torch.Tensor:
-    """int8[N, K] codes from what `halves` packed."""
-    codes = torch.cat([packed >> 4, (packed & 15) - 8])[:n]  # a shift of int8 keeps the sign
-    return codes if signed else codes + 8
-
-
 INT4_GROUPS = (256, 128, 64, 32)  # the group sizes of torch's int4 kernels, on a CPU and on CUDA
 
 
@@ -183,11 +187,7 @@ class Reference:
 
     def operands(self, contract: DequantMatmul) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         w = contract.weight
-        found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-        if w.bits == 4:
-            found["halves"] = ((w.n + 1) // 2, w.k), torch.int8
-        else:
-            found["codes"] = (w.n, w.k), w.storage
+        found = dict([packing.operand(w)])
         for name, shape, dtype in (
             ("scale", w.grid, w.scale),
             ("zero", w.grid, w.zero),
@@ -203,13 +203,18 @@ class Reference:
 
     def pack(self, contract: DequantMatmul, source: Operands) -> dict[str, torch.Tensor]:
         w = source.weight
+        codes = w.codes if w.order is None else w.codes[:, w.order]
         tensors = {
-            "halves": halves(w.codes.to(torch.int8), w.format.codes == "int4") if w.format.bits == 4 else None,
-            "codes": w.codes, "scale": w.scale, "zero": w.zero,
-            "outer": w.outer, "table": w.table, "order": w.order,
-            "output_scale": source.output_scale, "bias": source.bias,
-        }  # fmt: skip
-        return {name: t for name in self.operands(contract) if (t := tensors[name]) is not None}
+            packing.operand(w.format)[0]: packing.pack(w.format, codes),
+            "scale": w.scale,
+            "zero": w.zero,
+            "outer": w.outer,
+            "table": w.table,
+            "order": w.order,
+            "output_scale": source.output_scale,
+            "bias": source.bias,
+        }
+        return {name: t for name, t in tensors.items() if t is not None}
 
     def run(
         self, contract: DequantMatmul, x: torch.Tensor, packed: Sequence[torch.Tensor]
@@ -219,10 +224,9 @@ class Reference:
     def whole(self, contract: DequantMatmul, packed: Sequence[torch.Tensor]) -> Operands:
         """The proved weight back from its packed tensors."""
         named = dict(zip(self.operands(contract), packed, strict=True))
-        codes = named.get("codes")
-        if codes is None:
-            codes = unpacked(named["halves"], contract.weight.n, contract.weight.codes == "int4")
-            codes = codes.to(contract.weight.storage)
+        codes = packing.unpack(contract.weight, packed[0])
+        if (order := named.get("order")) is not None:
+            codes = codes[:, order.argsort()]
         parts = (named.get(name) for name in ("scale", "zero", "outer", "table", "order"))
         weight = QuantizedWeight(contract.weight, codes, *parts)
         return Operands(weight, named.get("output_scale"), named.get("bias"))
@@ -233,54 +237,68 @@ DEQUANT_MATMUL.register(Reference())
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One named case for tests and benchmarks: M and contract."""
+    """One named case for tests and benchmarks: M (of each expert) and contract."""
 
     name: str
     m: int
     contract: DequantMatmul
 
     def make(self, seed: int = 0) -> tuple[torch.Tensor, Operands]:
-        """(x, operands) with random codes, scales and zeros."""
+        """(x, operands) with random codes, scales, zeros, table and order; of one expert."""
         g, w, c = torch.Generator().manual_seed(seed), self.contract.weight, self.contract
 
-        def rand(*shape: int) -> torch.Tensor:
-            return torch.rand(shape, generator=g)
+        def rand(shape: tuple[int, ...], low: float, high: float, dtype: Any) -> Any:
+            if dtype is None:
+                return None
+            if not dtype.is_floating_point:
+                return torch.randint(int(low), int(high), shape, generator=g).to(dtype)
+            return (torch.rand(shape, generator=g) * (high - low) + low).to(dtype)
 
-        if w.codes in ("int4", "uint4", "int8", "uint8"):
-            low, high = {"int4": (-8, 8), "uint4": (0, 16), "int8": (-128, 128)}.get(
-                w.codes, (0, 256)
-            )
-            kind = torch.uint8 if w.codes == "uint8" else torch.int8
-            codes = torch.randint(low, high, (w.n, w.k), generator=g).to(kind)
+        if w.codes in FLOAT_CODES:
+            codes = (torch.randn(w.n, w.k, generator=g) * 20).to(w.storage)
         else:
-            codes = (torch.randn(w.n, w.k, generator=g) * 20).to(getattr(torch, w.codes))
-        scale = None if w.scale is None else (rand(*w.grid) * 0.02 + 0.002).to(w.scale)
-        zero = None
-        if w.zero is not None and w.zero.is_floating_point:
-            zero = (rand(*w.grid) * 4 + 6).to(w.zero)
-        elif w.zero is not None:
-            zero = torch.randint(0, 16, w.grid, generator=g).to(w.zero)
-        output = None
-        if c.output_scale is not None:
-            output = (rand(w.n) * 0.02 + 0.002).to(c.output_scale)
-        bias = (rand(w.n) - 0.5).to(c.x) if c.bias else None
+            low, high = code_range(w.codes) or (0, (1 << w.bits) - 1)
+            codes = rand((w.n, w.k), low, high + 1, w.storage)
+        scale = rand(w.grid, 0.002, 0.022, w.scale)
+        whole = w.zero is not None and not w.zero.is_floating_point
+        zero = rand(w.grid, *((0, 16) if whole else (6, 10)), w.zero)
+        output = rand((w.n,), 0.002, 0.022, c.output_scale)
+        bias = rand((w.n,), -0.5, 0.5, c.x if c.bias else None)
         x = torch.randn(self.m, w.k, generator=g).to(c.x)
-        return x, Operands(QuantizedWeight(w, codes, scale, zero), output, bias)
+        outer = rand((w.n,), 0.5, 1.5, w.outer)
+        table = rand((1 << w.bits,), -1, 1, w.table)
+        order = torch.randperm(w.k, generator=g) if w.permuted else None
+        return x, Operands(
+            QuantizedWeight(w, codes, scale, zero, outer, table, order), output, bias
+        )
 
 
 def case(
     codes: str, m: int, n: int, k: int, bn: int, bk: int, x: torch.dtype = torch.bfloat16,
-    arithmetic: str = "q*s", zero: torch.dtype | None = None, bias: bool = False,
-    output_scale: bool = False,
+    arithmetic: str = "q*s", bias: bool = False, output_scale: bool = False, experts: int = 0,
+    **fields: Any,
 ) -> Case:  # fmt: skip
-    """A case whose weight is computed in the dtype of x."""
-    scale = None if arithmetic in ("q", "q-z") else x
-    form = WeightFormat(codes, n, k, bn, bk, arithmetic, scale, zero, x, x, x)
-    contract = DequantMatmul(form, x, x, x if output_scale else None, bias)
+    """A case whose weight is computed in the dtype of x; `fields` are those of its format."""
+    given = {
+        "scale": x if "s" in arithmetic else None,
+        "table": x if codes.startswith("table") else None,
+        **dict.fromkeys(("inner", "compute", "dtype"), x),
+        "zero": None,
+        **fields,
+    }
+    form = WeightFormat(codes, n, k, bn, bk, arithmetic, **given)
+    contract = DequantMatmul(form, x, x, x if output_scale else None, bias, experts)
     return Case(f"{contract.summary} M={m}", m, contract)
 
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+# A scale for 16 elements and one for a row, in fp32.
+NVFP4: dict[str, Any] = {
+    "scale": torch.float8_e4m3fn,
+    "outer": FP32,
+    "inner": FP32,
+    "compute": FP32,
+}
 CASES = (
     case("int4", 1, 384, 384, 1, 64, bias=True),
     case("int4", 8, 384, 1536, 1, 128),
@@ -302,4 +320,19 @@ CASES = (
     case("float8_e4m3fn", 1, 64, 128, 1, 128, bias=True),
     case("float8_e5m2", 33, 64, 128, 64, 128, FP16, arithmetic="q/s"),
     case("float8_e4m3fn", 9, 64, 128, 1, 32, FP32),
+    case("uint1", 6, 64, 128, 1, 32),
+    case("int2", 1, 128, 256, 1, 64, bias=True),
+    case("int3", 12, 44, 100, 1, 32, FP16),
+    case("uint5", 3, 40, 96, 1, 48, arithmetic="(q-z)*s", zero=torch.uint8),
+    case("int6", 33, 64, 128, 64, 128, FP32),
+    case("uint7", 2, 27, 64, 1, 64),
+    case("table4", 5, 96, 256, 1, 64),
+    case("table4", 1, 64, 128, 1, 64, table=FP32, scale=FP32, compute=FP32),
+    case("table3", 20, 48, 64, 1, 64),
+    case("table8", 4, 64, 128, 1, 128, arithmetic="q", bias=True),
+    case("float4_e2m1fn", 7, 64, 128, 1, 32),
+    case("float4_e2m1fn", 2, 96, 160, 1, 16, arithmetic="q*s*t", bias=True, **NVFP4),
+    case("uint4", 9, 64, 256, 1, 64, arithmetic="(q-z)*s", zero=torch.int8, permuted=True),
+    case("int4", 40, 64, 256, 1, 64, arithmetic="(q-z)*s*t", zero=torch.int8, outer=BF16),
+    case("int8", 3, 40, 100, 1, 32, arithmetic="q/t*s-z*s", zero=BF16, outer=BF16, permuted=True),
 )

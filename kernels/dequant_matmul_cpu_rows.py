@@ -57,6 +57,8 @@ def _check_finite(scale: torch.Tensor, source: Operands) -> None:
 def _why_no_scale(contract: DequantMatmul) -> str | None:
     """What both row kernels ask of scales: one, in the dtype of x, each row its own."""
     w = contract.weight
+    if w.permuted:
+        return "blocks hold columns in another order than W's; it takes columns in their order"
     if contract.x not in (torch.bfloat16, torch.float16):
         return (
             f"x is {short(contract.x)}; it takes bf16 and fp16 (in fp32 it is less accurate than "

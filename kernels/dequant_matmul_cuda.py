@@ -29,6 +29,8 @@ class Int4TensorCoreKernel:
 
     def why_not(self, contract: DequantMatmul) -> str | None:
         w = contract.weight
+        if contract.experts:  # where groups end is known on the device: reading it would wait
+            return f"there are {contract.experts} experts; it takes one weight"
         if w.codes != "int4":
             return f"codes are {w.codes}; it takes int4"
         if w.arithmetic not in ("q", "q*s"):
@@ -44,6 +46,8 @@ class Int4TensorCoreKernel:
             return "the product has a scale of its own; it takes one for each group of one row"
         if w.bn != 1:
             return f"the scale is {w.granularity}; it takes one for each group of one row"
+        if w.permuted:
+            return "blocks hold columns in another order than W's; it takes columns in their order"
         if not int4_group(contract):
             return f"groups have {w.bk} of K = {w.k}; it takes multiples of 32 that divide K"
         if w.n % 8 or w.k % (16 * INNER_K_TILES):

@@ -1,7 +1,113 @@
-"""stub"""
-from qinductor.contracts import QuantizedWeight
+"""qinductor::dequant_bmm and dequant_grouped_matmul: the product of each expert's rows and weight.
+
+The contract is a `DequantMatmul` of E experts: its weight is the format of each, [N, K]. What a
+provider packs for one weight is stacked, [E, ...], and every expert runs on the provider that the
+plan has for its own number of rows. Biases and product scales are per expert, [E, N].
+
+| tensor                    | shape                | dtype                                      |
+|---------------------------|----------------------|--------------------------------------------|
+| dequant_bmm: x, result    | [E, M, K], [E, M, N] | as the contract says; contiguous           |
+| dequant_grouped_matmul: x | [T, K]               | as the contract says; sorted by expert     |
+| offsets                   | [E], ascending       | int32: where the rows of each expert end   |
+| result                    | [T, N], contiguous   | as the contract says; rows past the last   |
+|                           |                      | offset are 0 (undefined in aten's)         |
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+
+from qinductor.contracts import parse
+from qinductor.kernels.dequant_matmul import DEQUANT_MATMUL, NVFP4, DequantMatmul, case
+from qinductor.op import LIBRARY, Plan, single
+
+for schema in (
+    "dequant_bmm(Tensor x, Tensor[] packed, str contract, str plan) -> Tensor",
+    "dequant_grouped_matmul(Tensor x, Tensor offsets, Tensor[] packed, str contract, str plan) "
+    "-> Tensor",
+):
+    LIBRARY.define(schema, tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag))
+
+# (x [M, K] of M >= 1 rows, all packed tensors, expert) -> [M, N]
+Product = Callable[[torch.Tensor, Sequence[torch.Tensor], int], torch.Tensor]
 
 
-def split(weight: QuantizedWeight, experts: int) -> list[QuantizedWeight]:
-    n = weight.format.n // experts
-    return [weight.rows(i * n, n) for i in range(experts)]
+@torch.library.impl(LIBRARY, "dequant_bmm", "CompositeExplicitAutograd")
+def dequant_bmm(
+    x: torch.Tensor, packed: Sequence[torch.Tensor], contract: str, plan: str
+) -> torch.Tensor:
+    """x[E, M, K] times each expert's weight: [E, M, N]."""
+    form, product = _prepared(contract, plan)
+    out = x.new_empty((form.experts, x.shape[1], form.weight.n), dtype=form.out)
+    if x.shape[1]:
+        for expert in range(form.experts):
+            out[expert] = product(x[expert], packed, expert)
+    return out
+
+
+@torch.library.impl(LIBRARY, "dequant_grouped_matmul", "CompositeExplicitAutograd")
+def dequant_grouped_matmul(
+    x: torch.Tensor,
+    offsets: torch.Tensor,
+    packed: Sequence[torch.Tensor],
+    contract: str,
+    plan: str,
+) -> torch.Tensor:
+    """x[T, K], sorted by expert, times the weight of each row's expert: [T, N]."""
+    form, product = _prepared(contract, plan)
+    out = x.new_empty((x.shape[0], form.weight.n), dtype=form.out)
+    start = last = 0
+    for expert, end in enumerate(offsets.tolist()):
+        end = max(0, min(end, x.shape[0]))
+        if start < end:
+            out[start:end] = product(x[start:end], packed, expert)
+        start, last = end, max(last, end)
+    out[last:] = 0
+    return out
+
+
+@functools.cache
+def _prepared(contract: str, plan: str) -> tuple[DequantMatmul, Product]:
+    form = parse(DequantMatmul, contract)
+    one, _ = single(form)
+    routes = Plan.parse(plan).routes(DEQUANT_MATMUL, form)
+
+    def product(x: torch.Tensor, packed: Sequence[torch.Tensor], expert: int) -> torch.Tensor:
+        for limit, provider, take in routes:
+            if x.shape[0] <= limit:
+                return provider.run(one, x, [packed[i][expert] for i in take])
+        raise RuntimeError(f"expert {expert}: plan {plan} has no provider for M = {x.shape[0]}")
+
+    return form, product
+
+
+@torch.library.register_fake("qinductor::dequant_bmm", lib=LIBRARY)
+def _(x: torch.Tensor, packed: Sequence[torch.Tensor], contract: str, plan: str) -> torch.Tensor:
+    form = parse(DequantMatmul, contract)
+    return x.new_empty((form.experts, x.shape[1], form.weight.n), dtype=form.out)
+
+
+@torch.library.register_fake("qinductor::dequant_grouped_matmul", lib=LIBRARY)
+def _(
+    x: torch.Tensor,
+    offsets: torch.Tensor,
+    packed: Sequence[torch.Tensor],
+    contract: str,
+    plan: str,
+) -> torch.Tensor:
+    form = parse(DequantMatmul, contract)
+    return x.new_empty((x.shape[0], form.weight.n), dtype=form.out)
+
+
+CASES = (
+    case("int4", 3, 64, 256, 1, 64, experts=4),
+    case("int8", 20, 48, 64, 1, 64, torch.float32, experts=3, bias=True),
+    case("int8", 2, 32, 64, 1, 64, arithmetic="q", output_scale=True, bias=True, experts=2),
+    case("float8_e4m3fn", 5, 64, 128, 64, 128, experts=1),
+    case("int3", 4, 20, 96, 1, 32, experts=2),
+    case("float4_e2m1fn", 2, 32, 64, 1, 16, arithmetic="q*s*t", experts=3, **NVFP4),
+    case(
+        "uint4", 6, 32, 64, 1, 32, arithmetic="(q-z)*s", zero=torch.int8, permuted=True, experts=2
+    ),
+)

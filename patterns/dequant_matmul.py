@@ -20,11 +20,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch.fx import Graph, Node
 
-from qinductor.contracts import QuantizedWeight, short
+from qinductor.contracts import QuantizedWeight, short, split
 from qinductor.errors import Refused
 from qinductor.identify import Structure, identify
 from qinductor.kernels.dequant_matmul import DEQUANT_MATMUL, DequantMatmul, Operands
-from qinductor.kernels.dequant_matmul_experts import split
 from qinductor.pattern import Lowering, Planner
 from qinductor.patterns.products import (
     ANCHORS,
@@ -69,13 +68,23 @@ class Parts:
         return [r for r in (self.weight, self.bias, self.output_scale) if r is not None]
 
     def operands(
-        self, structure: Structure, tensors: Sequence[torch.Tensor]
+        self,
+        structure: Structure | None,
+        tensors: Sequence[torch.Tensor],
+        known: Sequence[Operands] | None = None,
     ) -> tuple[Operands, ...]:
-        """The operands for these leaves, proved; one for each expert, if there are any."""
+        """The operands for these leaves, proved; one for each expert, if there are any. `known`:
+        what the weight was proved to be before its leaves were freed."""
         start = len(self.weight.leaves)
-        weight, vectors = read(self.weight, structure, tensors[:start]), []
         experts = self.weight.experts
         n = self.weight.shape[0] // experts
+        if known is not None:
+            weights = [operands.weight for operands in known]
+        else:
+            assert structure is not None
+            weight = read(self.weight, structure, tensors[:start])
+            weights = [weight] if self.weight.axes.expert is None else split(weight, experts)
+        vectors = []
         for region in (self.bias, self.output_scale):
             value = None
             if region is not None:
@@ -84,7 +93,6 @@ class Parts:
                 value = value.expand(experts, n).contiguous()
                 start += len(region.leaves)
             vectors.append([None] * experts if value is None else list(value))
-        weights = [weight] if self.weight.axes.expert is None else split(weight, experts)
         return tuple(
             Operands(weight, bias=bias, output_scale=scale)
             for weight, bias, scale in zip(weights, *vectors, strict=True)
@@ -122,13 +130,16 @@ class DequantMatmulPattern:
         parts, scaled = _parts(product, scope)
         leaves = tuple(leaf for region in parts.regions for leaf in region.leaves)
         values = [scope.value(leaf) for leaf in leaves]
-        operands, evaluations = self._identified(parts, values)
+        known = scope.known(parts.weight)
+        operands, evaluations = self._identified(parts, values, known)
         contract = _contract(product, parts, operands)
         m = rows_of(product)
         plan = planner(DEQUANT_MATMUL, contract, m if isinstance(m, int) else None)
 
-        def pack(tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-            found, _ = self._identified(parts, tensors)
+        def pack(
+            tensors: Sequence[torch.Tensor], known: Sequence[Operands] | None = None
+        ) -> dict[str, torch.Tensor]:
+            found, _ = self._identified(parts, tensors, known)
             _check_format(found[0].weight, contract)
             return plan.pack(DEQUANT_MATMUL, contract, found if contract.experts else found[0])
 
@@ -143,6 +154,7 @@ class DequantMatmulPattern:
             bypassed=scaled,
             leaves=leaves,
             signature="\n".join([*(r.signature for r in parts.regions), str(contract)]),
+            weight=parts.weight,
             pack=pack,
             packed=lambda: plan.pack(
                 DEQUANT_MATMUL, contract, operands if contract.experts else operands[0]
@@ -151,11 +163,16 @@ class DequantMatmulPattern:
         )
 
     def _identified(
-        self, parts: Parts, values: Sequence[torch.Tensor]
+        self,
+        parts: Parts,
+        values: Sequence[torch.Tensor],
+        restored: Sequence[Operands] | None,
     ) -> tuple[tuple[Operands, ...], tuple[int, int]]:
         """Regions of equal signature share what probing found, and are proved one by one."""
         signature = parts.weight.signature
         known = self._structures.get(signature)
+        if restored is not None:
+            return parts.operands(None, values, restored), (0, 0)
         if known is not None:
             try:
                 return parts.operands(known, values), (0, 2)

@@ -1,4 +1,4 @@
-"""`python -m qinductor`: demo, explain."""
+"""`python -m qinductor`: demo, explain, doctor."""
 
 import argparse
 import importlib.util
@@ -17,6 +17,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m qinductor", description=qinductor.__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("demo", help="a real quantised model, end to end", add_help=False)
+    commands.add_parser("doctor", help="what this machine has, what runs on it", add_help=False)
     explain = commands.add_parser("explain", help="what would be lowered, and why the rest not")
     explain.add_argument(
         "factory", metavar="FILE.py:FACTORY", help="a function that returns (module, args, kwargs)"
@@ -30,6 +31,10 @@ def main(arguments: list[str]) -> int:
         from qinductor.demo import main as demo
 
         return demo(rest)
+    if given.command == "doctor":
+        from qinductor.doctor import main as doctor
+
+        return doctor(rest)
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:

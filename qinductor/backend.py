@@ -1,40 +1,40 @@
 """The backend: `torch.compile(model, backend="qinductor")`, from Dynamo's graph to a callable.
 
 One compile is: find and prove sites in the joint graph, before Inductor's own passes (`Matching`);
-let Inductor compile what is left; resolve packed weights at every call (`Compiled`).
+let Inductor compile what is left. At every call `Compiled` resolves the packed weights.
 """
 
 import copy
+import dataclasses
 import functools
 import hashlib
 import pathlib
-import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._dynamo.source import AttrSource, LocalSource
 from torch._functorch._aot_autograd import descriptors
-from torch._guards import ChainedSource
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Graph, GraphModule, Node
 
-from qinductor.errors import Refused, RequiredPatternError
+from qinductor.errors import QinductorError, Refused, RequiredPatternError
+from qinductor.freed import MESSAGE, is_freed, parts, unable
 from qinductor.op import costs
 from qinductor.options import Options, unknown
 from qinductor.pattern import Lowering, Pattern, where
 from qinductor.regions import Leaf, Scope
 from qinductor.report import Report, Site, remember
+from qinductor.retrace import Retrace, names, scope_of
 from qinductor.rewrite import rewrite
-from qinductor.weights import Resolver, Slot, seed
+from qinductor.runtime import Appending, Compiled, Variant
+from qinductor.store import Slot
+from qinductor.weights import Resolver, seed
 
-Runner = Callable[[list[Any]], Any]
-NOTES = 32  # of what happened at run time that a report keeps
-STATIC = "_dynamo_static_input_type"
+SMALL = 64  # the part of its weight's bytes from which a leaf is freed
 
 
 def qinductor(
@@ -52,22 +52,45 @@ def qinductor(
     Anything else that goes wrong in here is a row of the report.
     """
     chosen = Options.of(options, mode)
-    matching = Matching(gm, example_inputs, chosen, packs=compiles)
-    original = GraphModule(gm, copy.deepcopy(gm.graph))
-    for node in original.graph.nodes:  # Dynamo's weak references there forbid swap_tensors
-        node.meta.pop("grapharg", None)
-    inner = matching.inner_compile if compiles else matching.skip_compile
-    compiled: Any = compile_fx(
-        gm, list(example_inputs), inner_compile=inner, config_patches=_patches(chosen, matching)
-    )
+    retrace = Retrace(gm)
+    freed = any(is_freed(part) for value in example_inputs for part in parts(value))
+    matching = Matching(gm, example_inputs, chosen, packs=compiles or freed, runs=not compiles)
+    compiled = _compiled(gm, example_inputs, matching)
+    remember(matching.report)
     matching.finish()
-    if not compiles:
-        return original
+    if not matching.packs:
+        return retrace.graph
     if not matching.slots:
-        return compiled  # type: ignore[no-any-return]
-    return Compiled(
-        compiled, Resolver(matching.slots), matching.report, original, _inductor_options(chosen)
-    )
+        return compiled
+    report = matching.report
+
+    def another(arguments: Sequence[Any], reason: str) -> Variant | None:
+        """One more variant of the graph, for weights that do not fit the others' contracts."""
+
+        def again(gm: GraphModule, inputs: list[Any]) -> tuple[Callable[..., Any], Matching]:
+            more = Matching(gm, arguments, chosen, packs=True)
+            return _compiled(gm, inputs, more), more
+
+        (compiled, more), holds = retrace(arguments, again)
+        report.add(more.report, reason)
+        more.finish()
+        return Variant(compiled, Resolver(more.slots), more.frees, holds) if more.slots else None
+
+    @functools.cache
+    def unfused() -> Callable[..., Any]:
+        stock = _inductor_options(chosen)
+        return torch.compile(retrace.graph, backend="inductor", options=stock)
+
+    first = Variant(compiled, Resolver(matching.slots), matching.frees)
+    called = names(retrace.graph)
+    return Compiled([first], another, unfused, report, matching.required, called)
+
+
+def _compiled(gm: GraphModule, inputs: Sequence[Any], matching: "Matching") -> Callable[..., Any]:
+    inner = matching.inner_compile if matching.packs else matching.skip_compile
+    patches = _patches(matching.options, matching)
+    compiled: Any = compile_fx(gm, list(inputs), inner_compile=inner, config_patches=patches)
+    return compiled  # type: ignore[no-any-return]
 
 
 def _inductor_options(options: Options) -> dict[str, Any]:
@@ -87,59 +110,6 @@ def _patches(options: Options, matching: "Matching") -> dict[str, Any]:
     # On CUDA it turns products of one row into mul and sum before any pass sees them.
     patches["coordinate_descent_tuning"] = False
     return patches
-
-
-_handed = threading.local()  # from `Compiled` to `Appending`, within one call
-
-
-class Compiled:
-    """A compiled graph with its resolver. Weights that do not fit its contracts run unfused."""
-
-    def __init__(
-        self,
-        compiled: Callable[..., Any],
-        resolver: Resolver,
-        report: Report,
-        original: GraphModule,
-        stock: dict[str, Any],
-    ) -> None:
-        self.compiled, self.resolver, self.report = compiled, resolver, report
-        self.original, self.stock = original, stock
-        self.unfused: Callable[..., Any] | None = None
-
-    def __call__(self, *arguments: Any) -> Any:
-        try:
-            _handed.packed = self.resolver(arguments)
-        except Refused as refusal:
-            return self._unfused(refusal.reason)(*arguments)
-        return self.compiled(*arguments)
-
-    def _unfused(self, reason: str) -> Callable[..., Any]:
-        """The original graph on stock Inductor, which is right for every weight."""
-        if self.unfused is None:
-            self.unfused = torch.compile(self.original, backend="inductor", options=self.stock)
-        note = f"at run time, not lowered: {reason}"
-        if note not in self.report.notes and len(self.report.notes) < NOTES:
-            self.report.notes.append(note)
-        return self.unfused
-
-
-class Appending:
-    """Inductor's compiled graph, called with the packed weights after its own inputs.
-
-    A graph without packed weights is wrapped all the same: AOTAutograd caches what Inductor returns
-    and skips our pass on a hit, though with other weights the same graph may well be lowered.
-    """
-
-    def __init__(self, compiled: Runner, packed: int) -> None:
-        self.compiled, self.packed = compiled, packed
-        self._boxed_call = True  # of the instance: `torch._dynamo.disable` copies only its dict
-
-    def __call__(self, inputs: list[Any]) -> Any:
-        if self.packed:
-            inputs.extend(_handed.packed)
-            _handed.packed = ()  # or it would outlive the model
-        return self.compiled(inputs)
 
 
 class Passes(CustomGraphPass):
@@ -181,22 +151,43 @@ def _sources() -> str:
 class Matching:
     """Finds, proves and rewrites the sites of one graph, and writes its report.
 
+    packs   whether the graph is rewritten, not only its report written
+    runs    whether what is left is to be run as it is, not compiled
     slots   what the operators of the rewritten graph need at each call, in placeholder order
     fakes   fake values of those placeholders
+    frees   leaves that are read by no more than these operators: their memory may be freed
+    unread  places of their placeholders
+    unable  freed tensors that the graph reads all the same
     """
 
     def __init__(
-        self, gm: GraphModule, arguments: Sequence[Any], options: Options, *, packs: bool
+        self,
+        gm: GraphModule,
+        arguments: Sequence[Any],
+        options: Options,
+        *,
+        packs: bool,
+        runs: bool = False,
     ) -> None:
         from qinductor import load
 
         self.patterns = load()
         for name, _ in options.patterns:
             unknown("pattern", name, [pattern.name for pattern in self.patterns])
-        self.gm, self.arguments, self.options, self.packs = gm, arguments, options, packs
+        self.gm, self.arguments, self.options = gm, arguments, options
+        self.packs, self.runs = packs, runs
         self.report = Report(target=options.target or "cpu")
+        self.replaces = options.weights == "replace"
+        if self.replaces and (reason := unable()):
+            self.replaces = False
+            self.report.notes.append(f"originals stay in memory: {reason}")
         self.slots: list[Slot] = []
         self.fakes: list[torch.Tensor] = []
+        self.frees: list[Leaf] = []
+        self.unread: list[int] = []
+        self.unable: list[str] = []
+        settings = [options.setting(p.name, p.default) for p in self.patterns]
+        self.required = "require" in settings
         self.ran = False
         self.failed: str | None = None
         self.rewritten: Graph | None = None
@@ -237,6 +228,30 @@ class Matching:
         if self.slots:
             graph.eliminate_dead_code()
             graph.lint()
+        self._find_freeable(graph, scope)
+
+    def _find_freeable(self, graph: Graph, scope: Scope) -> None:
+        """Decides which leaves may be freed: large ones that only the packed operators stood for.
+
+        Small ones (a table, say) may serve weights of other graphs, and are not worth it.
+        """
+        values = {leaf: node.meta["val"] for node, leaf in scope.leaves.items()}
+        elsewhere = {leaf for slot in self.slots for leaf in slot.leaves[len(slot.region[1]) :]}
+        large: set[Leaf] = set()
+        for slot in self.slots:
+            weight = {leaf: values[leaf].nbytes for leaf in slot.region[1] if leaf in values}
+            large.update(leaf for leaf in weight if SMALL * weight[leaf] >= sum(weight.values()))
+        called = names(self.gm)
+        for i, node in enumerate(graph.find_nodes(op="placeholder")):
+            leaf = scope.leaves.get(node)
+            if leaf is None:
+                continue
+            freed = is_freed(leaf.of(self.arguments))
+            if node.users and freed:
+                self.unable.append(".".join([called[leaf.index], *leaf.attributes]))
+            elif not node.users and (freed or (self.replaces and leaf in large - elsewhere)):
+                self.frees.append(leaf)
+                self.unread.append(i)
 
     def _lower(self, graph: Graph, pattern: Pattern, node: Node, scope: Scope, site: Site) -> None:
         device = node.meta["val"].device
@@ -248,7 +263,9 @@ class Matching:
             lowering = pattern.lower(
                 node,
                 scope,
-                lambda op, contract, m: op.plan(contract, target, m, self.options.dense),
+                lambda op, contract, m: dataclasses.replace(
+                    op.plan(contract, target, m, self.options.dense), whole=self.replaces
+                ),
             )
         site.contract = lowering.contract.summary
         site.evaluations = lowering.evaluations
@@ -259,7 +276,11 @@ class Matching:
             lowering.leaves,
             tuple(lowering.plan.operands(lowering.op, lowering.contract)),
             lowering.pack,
+            (lowering.weight.signature, lowering.weight.leaves),
         )
+        if self.replaces:
+            slot.restore = functools.partial(lowering.op.restored, lowering.contract)
+            slot.kept = tuple(lowering.op.operands(lowering.contract))
         if self.packs:
             with unset_fake_temporarily(), torch.no_grad():
                 seed(slot, self.arguments, lowering.packed)
@@ -278,8 +299,8 @@ class Matching:
             if lowering.op.providers[provider].dense
             for name in lowering.op.providers[provider].operands(lowering.contract)
         }
-        operands = lowering.plan.operands(lowering.op, lowering.contract)
-        for name, (shape, dtype) in operands.items():
+        packed = lowering.plan.packs(lowering.op, lowering.contract)
+        for name, (shape, dtype) in packed.items():
             size = int(torch.Size(shape).numel()) * dtype.itemsize
             self.report.packed_bytes += size
             self.report.dense_bytes += size if name in dense else 0
@@ -303,11 +324,20 @@ class Matching:
         self._report_unpassed(gm)
         if kwargs.get("is_backward"):
             return compile_fx_inner(gm, inputs, **kwargs)
-        first = len(inputs)
-        static = range(first, first + len(self.fakes))
-        kwargs["static_input_idxs"] = [*kwargs.get("static_input_idxs", ()), *static]
-        compiled = compile_fx_inner(gm, [*inputs, *self.fakes], **kwargs)
-        return Appending(compiled, len(self.fakes))
+        if self.runs:
+            return Appending(lambda inputs: gm.forward(*inputs), len(self.fakes))
+        holders = gm.graph.find_nodes(op="placeholder")
+        for i in self.unread:
+            gm.graph.erase_node(holders[i])
+        gm.recompile()
+        read = [i for i in range(len(inputs)) if i not in set(self.unread)]
+        static = {*kwargs.get("static_input_idxs", ())}
+        kwargs["static_input_idxs"] = [
+            *(place for place, i in enumerate(read) if i in static),
+            *range(len(read), len(read) + len(self.fakes)),
+        ]
+        compiled = compile_fx_inner(gm, [*(inputs[i] for i in read), *self.fakes], **kwargs)
+        return Appending(compiled, len(self.fakes), self.unread)
 
     def skip_compile(self, gm: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         """Stands in for Inductor's inner compile where nothing is to be compiled."""
@@ -328,69 +358,22 @@ class Matching:
             warnings.warn("qinductor lowers nothing: Inductor runs no joint passes", stacklevel=2)
 
     def finish(self) -> None:
-        """Publishes the report; RequiredPatternError if a required pattern was not lowered."""
-        remember(self.report)
+        """RequiredPatternError if a required pattern was not lowered."""
         self.arguments = ()  # no weight is kept alive by what was compiled for it
+        if self.unable:
+            raise QinductorError(
+                f"this graph reads {', '.join(self.unable)}; {MESSAGE}\n{self.report}"
+            )
         settings = {p.name: self.options.setting(p.name, p.default) for p in self.patterns}
         missed = [
             s for s in self.report.sites if settings[s.pattern] == "require" and not s.lowered
         ]
-        if self.failed and "require" in settings.values():
+        if self.failed and self.required:
             raise RequiredPatternError(f"a pattern is required, yet {self.failed}")
         if missed:
             raise RequiredPatternError(
                 f"{len(missed)} sites of a required pattern were not lowered\n{self.report}"
             )
-
-
-def scope_of(graph: Graph, gm: GraphModule, arguments: Sequence[Any]) -> Scope:
-    """Which placeholders hold constants, by what AOTAutograd and Dynamo say of them."""
-    dynamo = [node for node in gm.graph.nodes if node.op == "placeholder"]
-    written = {
-        argument
-        for node in graph.nodes
-        if node.op == "call_function" and getattr(node.target, "_schema", None) is not None
-        and node.target._schema.is_mutable
-        for argument in node.all_input_nodes[:1]
-    }  # fmt: skip
-    scope = Scope({}, {}, arguments)
-    for node in (n for n in graph.nodes if n.op == "placeholder"):
-        leaf = _leaf(node.meta.get("desc"))
-        if leaf is None or leaf.index >= len(dynamo):
-            scope.why[node] = "is no input of the compiled function"
-        elif node in written:
-            scope.why[node] = "is written to by the graph"
-        elif not isinstance(arguments[leaf.index], torch.Tensor):
-            scope.why[node] = "is a number"
-        elif not _is_static(dynamo[leaf.index], arguments[leaf.index]):
-            scope.why[node] = "is an argument, no parameter, buffer, attribute or closure"
-        else:
-            scope.leaves[node] = leaf
-    return scope
-
-
-def _leaf(description: Any) -> Leaf | None:
-    if isinstance(description, descriptors.SubclassGetAttrAOTInput):
-        base = _leaf(description.base)
-        return base and Leaf(base.index, (*base.attributes, description.attr))
-    if isinstance(description, descriptors.PlainAOTInput):
-        return Leaf(description.idx)
-    return None
-
-
-def _is_static(node: Node, value: Any) -> bool:
-    """Whether a Dynamo placeholder is no argument: a parameter, buffer, attribute, closure, global.
-
-    The resolver looks at each of them again at every call, so none is trusted to stay as it is.
-    """
-    if STATIC in (node.meta.get("tensor_dict") or {}) or isinstance(value, torch.nn.Parameter):
-        return True
-    source = getattr(node.meta.get("grapharg"), "source", None)
-    while isinstance(source, ChainedSource) and not isinstance(source, AttrSource):
-        source = source.base
-    if not isinstance(source, LocalSource):
-        return source is not None
-    return not source.is_input or source.is_derefed_cell_contents
 
 
 def _target(device: torch.device) -> str:

@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from qinductor.errors import Refused
+
 T = TypeVar("T")
 
 FLOAT_CODES: dict[str, torch.dtype] = {
@@ -29,7 +31,7 @@ CODEBOOKS = {"float4_e2m1fn": (*_E2M1, *(-value for value in _E2M1))}
 _INTEGER_CODES = re.compile(r"(u?int)([1-8])")
 _TABLE_CODES = re.compile(r"table([1-8])")
 # How codes q, scales s and t and zero z make a weight; the order decides the rounding.
-_ARITHMETIC = re.compile(r"(q-z|\(q-z\)|q)((?:[*/][st]){0,2})(\+z|-z\*s)?")
+_ARITHMETIC = re.compile(r"(\(q-z\)|q-z$|q)((?:[*/]s)?(?:[*/]t)?|[*/]t[*/]s)(\+z|-z\*s)?")
 
 _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -220,7 +222,7 @@ class QuantizedWeight:
     order: torch.Tensor | None = None
 
     def rows(self, start: int, count: int) -> "QuantizedWeight":
-        """These rows alone; `start` must be at a block border."""
+        """These rows alone; they start at the border of a block, or lie in one."""
         form, blocks = self.format, slice(start // self.format.bn, None)
         count = min(count, form.n - start)
         grids = [
@@ -234,6 +236,23 @@ class QuantizedWeight:
             zero=grids[1],
             outer=None if self.outer is None else self.outer[start : start + count],
         )
+
+
+def split(weight: QuantizedWeight, experts: int) -> list[QuantizedWeight]:
+    """The weights of experts that lie one under the other in W[experts * N, K]: all of one format.
+
+    A block of rows may lie in one expert, or cover several whole ones, which then share its scale.
+    Refused where blocks and experts cut across each other.
+    """
+    form = weight.format
+    n, rest = divmod(form.n, experts)
+    if rest:
+        raise Refused(f"W has {form.n} rows; {experts} experts need a multiple of {experts}")
+    if n % form.bn and form.bn % n:
+        raise Refused(
+            f"blocks of {form.bn} rows must divide the {n} rows of an expert or cover whole ones"
+        )
+    return [weight.rows(expert * n, n) for expert in range(experts)]
 
 
 def dequantize(weight: QuantizedWeight) -> torch.Tensor:
@@ -258,7 +277,9 @@ def decoded(form: WeightFormat, codes: torch.Tensor, table: torch.Tensor | None)
     """The values of codes; integers and float8 are their own."""
     if form.codes in CODEBOOKS:
         table = torch.tensor(CODEBOOKS[form.codes], device=codes.device)
-    return codes if table is None else table[codes.int()]
+    if table is None:
+        return codes
+    return table.index_select(0, codes.flatten().int()).view(codes.shape)  # 4 times as fast as []
 
 
 def by_row(form: WeightFormat, grid: torch.Tensor, rows: int) -> torch.Tensor:
@@ -294,10 +315,11 @@ def difference(ours: torch.Tensor, region: torch.Tensor) -> str:
             f"the region {region.dtype}{list(region.shape)}"
         )
     bits = _INTEGER_OF_SIZE[ours.dtype.itemsize]
-    other = ours.contiguous().view(bits) != region.contiguous().view(bits)
-    count = int(other.sum())
-    if not count:
+    ours_bits, region_bits = (t.contiguous().view(bits) for t in (ours, region))
+    if torch.equal(ours_bits, region_bits):
         return ""
+    other = ours_bits != region_bits
+    count = int(other.sum())
     place = [int(i) for i in torch.unravel_index(other.flatten().int().argmax(), other.shape)]
     at = ",".join(map(str, place))
     return (

@@ -19,7 +19,8 @@ def explain(
 
     model    a module or function, compiled or not
     options  as for torch.compile(backend="qinductor"); dynamic as for torch.compile
-    Weights are identified and proved but not packed. Errors: OptionError for bad options.
+    Weights are identified and proved but not packed; freed ones are restored.
+    Errors: OptionError for bad options.
     """
     model = getattr(model, "_torchdynamo_orig_callable", getattr(model, "_orig_mod", model))
     from qinductor import load

@@ -16,7 +16,7 @@ import torch
 from torch.fx import Node
 
 from qinductor.errors import Refused
-from qinductor.locate import MoreRows, Parameter, carriers_of, factor, located
+from qinductor.locate import MoreRows, Parameter, carriers_of, factor, is_broadcast, located
 from qinductor.probe import SAMPLE, Prober, Reduced, descendants, told_apart
 from qinductor.regions import CODED, FLOAT8, FLOATS, INTEGER, VIEWS, Region, aten, describe
 
@@ -30,7 +30,7 @@ class Structure:
     """What probing found; shared by regions of equal signature, proved anew for each weight.
 
     code          index of the node that holds the codes
-    density       bits of the code tensor for each element of W
+    density       bits for each element of W in the tensors that hold the codes
     reach         smallest and largest W for the codes tried, under unit scales; None if one of them
                   was no whole number
     scales, zero  the parameters
@@ -107,7 +107,8 @@ def _takes_apart(node: Node) -> bool:
 def _structure(reduced: Reduced, probe: Prober) -> Structure:
     scales, zero = _roles(reduced, probe)
     levels = probe.settle({} if zero is None else {zero: probe.like(zero, 0)})
-    _check_distinct(probe, levels)
+    density = probe.density([*filter(None, [zero]), *(node for node, _ in scales)])
+    _check_distinct(density, levels)
     carriers = carriers_of(probe, levels)
     found = tuple(
         located(reduced, probe, node, factor(probe, carriers, levels, how), how)
@@ -128,7 +129,7 @@ def _structure(reduced: Reduced, probe: Prober) -> Structure:
     computing = [n.meta["val"].dtype for n in region.nodes if n in dependent]
     return Structure(
         code=region.nodes.index(reduced.code),
-        density=probe.density,
+        density=density,
         reach=_reach(levels),
         scales=found,
         zero=zero_parameter,
@@ -142,13 +143,12 @@ def _roles(reduced: Reduced, probe: Prober) -> tuple[list[tuple[Node, str]], Nod
     """(scales and how each acts, the zero); leaves scales at 1 and the zero as it is."""
     elements = reduced.region.shape[0] * reduced.region.shape[1]
     floats = [n for n in reduced.chains if probe.values[n].is_floating_point()]
-    # Integers as many as elements are more bits of the codes.
-    whole = [
-        n for n in reduced.chains
-        if probe.values[n].dtype in INTEGER and n.meta["val"].numel() < elements
-    ]  # fmt: skip
+    whole = [n for n in reduced.chains if probe.values[n].dtype in INTEGER]
     start = _apart(probe, {node: probe.like(node, 1) for node in floats})
     zeros = [n for n in whole if _counts(probe, n, start)]
+    for node in [n for n in zeros if n.meta["val"].numel() >= elements]:
+        if not is_broadcast(reduced, probe, node):  # it holds more bits of the codes
+            zeros.remove(node)
     scales: list[tuple[Node, str]] = []
     for node in (n for n in whole if n not in zeros):
         given = probe.like(node, 1), probe.mixed(node, 3)
@@ -188,6 +188,8 @@ def _roles(reduced: Reduced, probe: Prober) -> tuple[list[tuple[Node, str]], Nod
 def _apart(probe: Prober, given: dict[Node, torch.Tensor]) -> list[torch.Tensor]:
     """W for the first fills, sorted such that these tell all elements' codes apart."""
     start = probe.settle(given)
+    if not probe.parameters:
+        _check_distinct(probe.density([]), start)
     own, usual = len(start), probe.fills
     if not told_apart(start):
         probe.fills = probe.spare
@@ -206,15 +208,15 @@ def _apart(probe: Prober, given: dict[Node, torch.Tensor]) -> list[torch.Tensor]
     return [start[i] for i in apart]
 
 
-def _check_distinct(probe: Prober, levels: Sequence[torch.Tensor]) -> None:
+def _check_distinct(density: float, levels: Sequence[torch.Tensor]) -> None:
     """Refused if W takes more values than codes of their size can have."""
-    most = 1 << min(8, math.ceil(probe.density))
+    most = 1 << min(8, math.ceil(density))
     for level in levels:
         found = len(level.flatten()[:SAMPLE].unique())
         if found > most:
             raise Refused(
                 f"under unit scales W takes {found} values and more; codes of "
-                f"{min(8.0, probe.density):g} bits have at most {most}"
+                f"{min(8.0, density):g} bits have at most {most}"
             )
 
 

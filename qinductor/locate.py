@@ -6,7 +6,6 @@ each element took, and so which entry.
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -109,7 +108,7 @@ def located(
         raise Refused(f"the entries of {describe(node)} cannot be told apart in W")
     shape = tuple(int(size) for size in node.meta["val"].shape)
     if math.prod(shape) >= math.prod(region.shape):
-        index = _first_equal(reduced, probe, node)[index]
+        index = _first_equal(reduced, probe, node, index)
     strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     at = torch.zeros_like(index)
     for axis, stride in enumerate(strides):  # from the taken part to the whole tensor
@@ -131,35 +130,51 @@ def located(
     return Parameter(where, narrowest, shape, bn, bk, step, entries, how=how, order=order)
 
 
-def _first_equal(reduced: Reduced, probe: Prober, node: Node) -> torch.Tensor:
-    """For each entry of a parameter as large as W, the first that is computed from the same.
+def is_broadcast(reduced: Reduced, probe: Prober, node: Node) -> bool:
+    """Whether a parameter as large as W was computed from a smaller one, broadcast before that."""
+    values = _recomputed(reduced, probe, node)
+    table = torch.stack([value.reshape(len(value), -1) for value in values])
+    distinct = len(_firsts(table, 1).unique()) * len(_firsts(table, 2).unique())
+    return 2 * distinct <= values[0].numel()
 
-    It was broadcast before it was computed, so entries that are equal whatever the tensors behind
-    it hold are one entry.
-    """
+
+def _first_equal(reduced: Reduced, probe: Prober, node: Node, index: torch.Tensor) -> torch.Tensor:
+    """Entries [n, k] of a parameter as large as W, each replaced by the first that is equal to it
+    whatever the tensors behind them hold: rows and columns that are equal use the same entries."""
+    values = [value.flatten() for value in _recomputed(reduced, probe, node)]
+    table = torch.stack([value[index] for value in values])
+    return index[_firsts(table, 1)][:, _firsts(table, 2)]
+
+
+def _firsts(table: torch.Tensor, axis: int) -> torch.Tensor:
+    """For each part along an axis, the first part that equals it."""
+    parts = table.movedim(axis, 0).reshape(table.shape[axis], -1)
+    found, inverse = parts.unique(dim=0, return_inverse=True)
+    places = torch.arange(len(inverse))
+    first = places.new_full((len(found),), len(inverse))
+    return first.scatter_reduce_(0, inverse, places, "amin")[inverse]
+
+
+def _recomputed(reduced: Reduced, probe: Prober, node: Node) -> list[torch.Tensor]:
+    """The probed part of a parameter for random values of the tensors behind it; indices and what
+    is shifted by keep theirs."""
     seeded = torch.Generator().manual_seed(1)
-    for among in ((*FLOAT8, *FLOATS, *INTEGER), FLOATS):  # an index must keep its values
-        values = []
-        with contextlib.suppress(RuntimeError, IndexError):
-            for _ in range(3):
-                value = reduced.computed(node, functools.partial(_random, among, seeded))
-                values.append(probe.function.take(node, value).flatten().double().cpu())
-            found, inverse = torch.stack(values, 1).unique(dim=0, return_inverse=True)
-            places = torch.arange(len(inverse))
-            first = places.new_full((len(found),), len(inverse))
-            return first.scatter_reduce_(0, inverse, places, "amin")[inverse]
-    return torch.arange(probe.values[node].numel())
 
+    def random(leaf: torch.Tensor) -> torch.Tensor:
+        value = torch.rand(leaf.shape, generator=seeded) * (120 if leaf.dtype in INTEGER else 8)
+        return (value + 0.5).to(leaf.device).to(leaf.dtype)
 
-def _random(
-    among: Sequence[torch.dtype], seeded: torch.Generator, tensor: torch.Tensor
-) -> torch.Tensor:
-    """Random values for a tensor of these dtypes; the tensor itself if it has another."""
-    if tensor.dtype not in among:
-        return tensor
-    value = torch.rand(tensor.shape, generator=seeded)
-    value = value * 120 if tensor.dtype in INTEGER else value * 8 + 0.5
-    return value.to(tensor.device).to(tensor.dtype)
+    free = []
+    for at, leaf in reduced.leaves.items():
+        if leaf.dtype in (*FLOATS, *FLOAT8, *INTEGER) and at not in reduced.amounts:
+            with contextlib.suppress(RuntimeError, IndexError):
+                reduced.computed([node], {at: random(leaf)})
+                free.append(at)
+    values = []
+    for _ in range(3):
+        (value,) = reduced.computed([node], {at: random(reduced.leaves[at]) for at in free})
+        values.append(probe.function.take(node, value).double().cpu())
+    return values
 
 
 def _blocks(

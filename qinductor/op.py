@@ -21,6 +21,9 @@ class Provider(Protocol):
     dense      whether its packed tensors hold the weight in its dense form: then it is chosen only
                where the user allows that, and the report says so
     reference  whether it is the specification itself: then it never justifies a rewrite
+
+    It may also have `missing() -> str | None`: what this machine lacks for it, hardware or
+    software, in one sentence; `python -m qinductor doctor` prints that.
     """
 
     name: str
@@ -43,7 +46,9 @@ class Provider(Protocol):
         A name means the same tensor for every provider of the operator."""
 
     def pack(self, contract: Any, source: Any) -> dict[str, torch.Tensor]:
-        """The packed tensors, from what the pattern proved."""
+        """The packed tensors, from what the pattern proved.
+
+        That of the reference holds all of it: its `whole(contract, packed)` gives `source` back."""
 
     def run(self, contract: Any, x: torch.Tensor, packed: Sequence[torch.Tensor]) -> torch.Tensor:
         """The operator itself, on x of shape [M, K] with 1 <= M <= limit."""
@@ -69,6 +74,23 @@ class Op:
         if provider.name in self.providers:
             raise ValueError(f"{self.name} has a provider {provider.name!r} already")
         self.providers[provider.name] = provider
+
+    def operands(self, contract: Any) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """The packed tensors of the reference, from which `restored` makes what was packed."""
+        return _stacked(contract, [self.specification])
+
+    def restored(self, contract: Any, tensors: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
+        """What the pattern proved, bit for bit, from packed tensors that hold the reference's; one
+        for each expert, if there are any."""
+        one, experts = single(contract)
+        packed = [tensors[name] for name in self.operands(contract)]
+        parts = [[t[i] for t in packed] for i in range(experts)] if experts else [packed]
+        return tuple(self.specification.whole(one, part) for part in parts)
+
+    @property
+    def specification(self) -> Any:
+        """The provider that runs the reference."""
+        return next(provider for provider in self.providers.values() if provider.reference)
 
     def plan(self, contract: Any, target: str, m: int | None, dense: bool = False) -> "Plan":
         """The providers for every M, or for this one. Refused with every provider's reason."""
@@ -99,11 +121,33 @@ class Op:
         return Plan(tuple(steps))
 
 
+def single(contract: Any) -> tuple[Any, int]:
+    """(the contract of one weight, how many weights the contract stacks or 0 if it is one)."""
+    experts = getattr(contract, "experts", 0)
+    return (dataclasses.replace(contract, experts=0), experts) if experts else (contract, 0)
+
+
+def _stacked(
+    contract: Any, providers: Sequence[Provider]
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """What providers pack, for every expert if there are any: [experts, ...]."""
+    one, experts = single(contract)
+    found = {}
+    for provider in providers:
+        for name, (shape, dtype) in provider.operands(one).items():
+            found[name] = (experts, *shape) if experts else shape, dtype
+    return found
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Which provider runs which M: (largest M, provider name), ascending."""
+    """Which provider runs which M: (largest M, provider name), ascending.
+
+    whole  whether the reference's tensors are packed as well, so that the weight can be restored
+    """
 
     steps: tuple[tuple[int, str], ...]
+    whole: bool = False
 
     def __str__(self) -> str:
         return ",".join(f"{limit}:{name}" for limit, name in self.steps)
@@ -127,28 +171,50 @@ class Plan:
         )
 
     def operands(self, entry: Op, contract: Any) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """All packed tensors that the plan's providers take, each once."""
-        found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-        for _, name in self.steps:
-            found.update(entry.providers[name].operands(contract))
-        return found
+        """All packed tensors that the plan's providers take, each once; for experts stacked."""
+        return _stacked(contract, [entry.providers[name] for _, name in self.steps])
+
+    def packs(self, entry: Op, contract: Any) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """All packed tensors that are kept."""
+        kept = entry.operands(contract) if self.whole else {}
+        return {**self.operands(entry, contract), **kept}
 
     def pack(self, entry: Op, contract: Any, source: Any) -> dict[str, torch.Tensor]:
-        """All packed tensors; RuntimeError if a provider packs something else than it declares."""
+        """All packed tensors; `source` is a sequence of one for each expert where there are any.
+
+        Errors: RuntimeError if a provider packs something else than it declares, ValueError for
+        another number of experts than the contract has."""
+        one, experts = single(contract)
         found: dict[str, torch.Tensor] = {}
-        for _, name in self.steps:
-            found.update(entry.providers[name].pack(contract, source))
-        for name, (shape, dtype) in self.operands(entry, contract).items():
+        if experts and len(source) != experts:
+            raise ValueError(f"{entry.name} has {experts} experts; got {len(source)} weights")
+        providers = [entry.providers[provider] for _, provider in self.steps]
+        providers += [entry.specification] if self.whole else []
+        for i, part in enumerate(source if experts else [source]):
+            for provider in providers:
+                for name, tensor in provider.pack(one, part).items():
+                    if not experts:
+                        found[name] = tensor
+                    else:  # one expert is packed at a time: memory holds no second copy
+                        whole = found.get(name)
+                        if whole is None:
+                            whole = found[name] = tensor.new_empty((experts, *tensor.shape))
+                        whole[i] = tensor
+        for name, (shape, dtype) in self.packs(entry, contract).items():
             got = found[name]
-            if tuple(got.shape) != shape or got.dtype != dtype or not got.is_contiguous():
+            fits = tuple(got.shape) == shape and got.dtype == dtype and got.is_contiguous()
+            if not fits or got.is_meta:  # meta: made from a tensor that was freed
                 raise RuntimeError(
                     f"packed tensor {name!r} of {entry.name} must be a contiguous {dtype}"
-                    f"{list(shape)}; got {got.dtype}{list(got.shape)}, strides {got.stride()}"
+                    f"{list(shape)}; got {got.dtype}{list(got.shape)}, strides {got.stride()}, "
+                    f"on {got.device}"
                 )
         return found
 
     def routes(self, entry: Op, contract: Any) -> tuple[tuple[int, Provider, tuple[int, ...]], ...]:
-        """(largest M, provider, which of the packed tensors it takes), ascending."""
+        """(largest M, provider, which of the packed tensors it takes), ascending; for experts of
+        one expert, and `run` takes the contract of one."""
+        contract, _ = single(contract)
         place = {name: i for i, name in enumerate(self.operands(entry, contract))}
         found = []
         for limit, name in self.steps:

@@ -9,6 +9,7 @@ from qinductor.errors import OptionError
 
 SETTINGS = ("on", "off", "require")
 TARGETS = ("cpu", "sm_80", "sm_90", "sm_100")
+WEIGHTS = ("keep", "replace")
 MODES = (
     "default",
     "reduce-overhead",
@@ -27,6 +28,8 @@ class Options:
     target     "cpu", "sm_80", "sm_90" or "sm_100": whose kernels; None: the graph's device
     dense      whether a provider may keep a weight in its dense form where that is fastest: faster
                on a CPU, and no memory saved (the report says how many bytes)
+    weights    "keep": packed weights lie beside the model's own. "replace": the memory of those
+               whose packed form can restore them is freed, see the README
     inductor   options passed on to Inductor
     Errors: OptionError for an unknown name (with the nearest known one) or value.
     """
@@ -35,6 +38,7 @@ class Options:
     mode: str | None = None
     target: str | None = None
     dense: bool = False
+    weights: str = "keep"
     inductor: tuple[tuple[str, Any], ...] = ()
 
     def __init__(
@@ -43,6 +47,7 @@ class Options:
         mode: str | None = None,
         target: str | None = None,
         dense: bool = False,
+        weights: str = "keep",
         inductor: Mapping[str, Any] | tuple[tuple[str, Any], ...] = (),
     ) -> None:
         patterns, inductor = _mapping("patterns", patterns), _mapping("inductor", inductor)
@@ -53,12 +58,14 @@ class Options:
                 )
         _check("mode", mode, MODES)
         _check("target", target, TARGETS)
+        _check("weights", weights, WEIGHTS)
         object.__setattr__(self, "patterns", tuple(sorted(patterns.items())))
         object.__setattr__(self, "mode", mode)
         if not isinstance(dense, bool):
             raise OptionError(f"option dense is {dense!r}; wanted True or False")
         object.__setattr__(self, "target", target)
         object.__setattr__(self, "dense", dense)
+        object.__setattr__(self, "weights", weights)
         object.__setattr__(self, "inductor", tuple(sorted(inductor.items())))
 
     @classmethod

@@ -2,14 +2,14 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
 from torch.fx import Graph, Node
 
 from qinductor.op import Op, Plan
-from qinductor.regions import Leaf, Scope
+from qinductor.regions import Leaf, Region, Scope
 
 # (operator, contract, M or None where it is symbolic) -> the providers to run it, or Refused.
 Planner = Callable[[Op, Any, int | None], Plan]
@@ -27,7 +27,10 @@ class Lowering:
     inputs              the operator's activations
     bypassed            (node, the operand that takes its place) for nodes the operator absorbs
     leaves, signature   the constants that are packed, and what is done with them
-    pack                leaves' tensors -> {name: packed tensor}; proves again, or raises Refused
+    weight              the region of the weight; its leaves come first in `leaves`
+    pack                leaves' tensors -> {name: packed tensor}; proves again, or raises Refused. A
+                        second argument is what `Op.restored` made of the weight, whose leaves then
+                        hold no values
     packed              () -> the packed tensors of the present weights; explain does not call it
     evaluations         (on probes, whole) evaluations of the region that identification took now
     """
@@ -42,7 +45,8 @@ class Lowering:
     bypassed: tuple[tuple[Node, Node], ...]
     leaves: tuple[Leaf, ...]
     signature: str
-    pack: Callable[[Sequence[torch.Tensor]], dict[str, torch.Tensor]]
+    weight: Region
+    pack: Callable[..., dict[str, torch.Tensor]]
     packed: Callable[[], dict[str, torch.Tensor]]
     evaluations: tuple[int, int]
 

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch.fx import Node
@@ -17,6 +17,11 @@ BUDGET = 40  # evaluations of one region, the two whole ones of `read` included
 LOOKUPS = {
     aten.index.Tensor, aten._unsafe_index.Tensor, aten.index_select.default, aten.gather.default,
     aten.embedding.default, aten.take.default,
+}  # fmt: skip
+SAMPLE = 1 << 16  # elements in which values are counted
+SHIFTS = {
+    aten.bitwise_right_shift.Tensor, aten.bitwise_left_shift.Tensor,
+    aten.__rshift__.Tensor, aten.__lshift__.Tensor,
 }  # fmt: skip
 COUNTING = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 
@@ -33,11 +38,11 @@ class Reduced:
         dependent = descendants(region.nodes, {code})
         self.region, self.code = region, code
         self.leaves = dict(zip(region.inputs, leaves, strict=True))
-        # What the graph itself makes, or one number that it holds, is part of the arithmetic.
+        # What the graph itself makes, or a number or integers that it holds, is the arithmetic's.
         stored = descendants(region.nodes, {*region.inputs, *region.constants})
         varying = descendants(region.nodes, {*region.inputs})
-        numbers = {n for n in region.nodes if n not in stored
-                   or n not in varying and n.meta["val"].numel() == 1}  # fmt: skip
+        numbers = {n for n in region.nodes if n not in stored or n not in varying
+                   and (n.meta["val"].numel() == 1 or n.meta["val"].dtype in INTEGER)}  # fmt: skip
         self.chains: dict[Node, set[torch.dtype]] = {}
         self.tables: set[Node] = set()
         for node in (n for n in region.nodes if n in dependent):
@@ -58,20 +63,22 @@ class Reduced:
         ]
         self.nodes = [*self.fixed, code, *self.chains, *order]
 
+    @property
+    def amounts(self) -> set[Node]:
+        """What something is shifted by."""
+        given = [n.args[1] for n in self.region.nodes if n.target in SHIFTS]
+        return _ancestors([amount for amount in given if isinstance(amount, Node)], set())
+
     def real(self) -> dict[Node, torch.Tensor]:
         """Real values of parameters, fixed inputs and codes."""
         wanted = [self.code, *self.chains, *self.fixed]
-        return dict(zip(wanted, self._evaluated(wanted, lambda t: t), strict=True))
+        return dict(zip(wanted, self.computed(wanted, {}), strict=True))
 
-    def computed(self, node: Node, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """The value of one of these with every leaf changed."""
-        return self._evaluated([node], change)[0]
-
-    def _evaluated(
-        self, wanted: Sequence[Node], change: Callable[[torch.Tensor], torch.Tensor]
+    def computed(
+        self, wanted: Sequence[Node], changed: Mapping[Node, torch.Tensor]
     ) -> list[torch.Tensor]:
-        leaves = {node: change(leaf) for node, leaf in self.leaves.items()}
-        env = {**self.region.constants, **leaves}
+        """Values of nodes, with some leaves changed."""
+        env = {**self.region.constants, **self.leaves, **changed}
         needed = _ancestors(wanted, set(env))
         return evaluate([n for n in self.region.nodes if n in needed], env, wanted)
 
@@ -81,6 +88,7 @@ class Prober:
 
     spent   runs that earlier probers of this region took: they count against the budget
     rows    of W that the probes give: at least those asked for, or all
+    planes  other integer inputs that may hold bits of the codes, and how many for each element
     fills   values of the code tensor, see `_fills`; `spare` ones are for where these do not do
     """
 
@@ -91,11 +99,23 @@ class Prober:
         self.rows, self.evaluations = parts * unit, spent
         prefix = Prefix(axis, parts) if self.rows < region.shape[0] else None
         self.function = Rows(reduced.nodes, region.output, prefix)
-        self.region, self.code = region, reduced.code
+        self.region, self.code, self.parameters = region, reduced.code, reduced.chains
         self.values = {n: self.function.take(n, t).cpu() for n, t in real.items()}
-        self.density = bits_each(reduced, real)
-        self.fills, self.spare = _fills(self.values[self.code], self.density)
+        self.fills, self.spare = _fills(self.values[self.code], bits_each(reduced.code, region))
+        # Other integers with a bit for each element may hold more bits of the codes.
+        inputs = (*reduced.fixed, *reduced.chains)
+        stored = descendants(region.nodes, {*region.inputs, *region.constants})
+        planes = [n for n in inputs if n in stored and real[n].dtype in (*INTEGER, torch.bool)]
+        self.planes = {
+            n: math.log2(len(real[n].flatten()[:SAMPLE].unique()))
+            for n in planes if bits_each(n, region) >= 1
+        }  # fmt: skip
         self.given: dict[Node, torch.Tensor] = {}
+
+    def density(self, parameters: Iterable[Node]) -> float:
+        """Bits of a code, given which integers are parameters and hold no part of it."""
+        more = (bits for node, bits in self.planes.items() if node not in parameters)
+        return bits_each(self.code, self.region) + sum(more)
 
     def like(self, node: Node, value: float) -> torch.Tensor:
         """A parameter filled with one value."""
@@ -135,20 +155,11 @@ class Prober:
         return found
 
 
-def bits_each(reduced: Reduced, real: Mapping[Node, torch.Tensor]) -> float:
-    """Bits of the code tensor for each element of W; 8 and more where each has its own word.
-
-    Further integers for each element, which keep their values, are more bits of its code.
-    """
-    elements, codes = math.prod(reduced.region.shape), real[reduced.code]
-    if codes.numel() == elements:
-        return max(8.0, codes.itemsize * 8)
-    stored = descendants(reduced.region.nodes, {*reduced.region.inputs})
-    others = [
-        real[n].flatten() for n in reduced.chains if n in stored and real[n].numel() >= elements
-    ]
-    more = [len(t[:SAMPLE].unique()) for t in others if t.dtype in (*INTEGER, torch.bool)]
-    return codes.numel() * codes.itemsize * 8 / elements + sum((n - 1).bit_length() for n in more)
+def bits_each(codes: Node, region: Region) -> float:
+    """Bits of a tensor for each element of W; 8 and more where each has its own word."""
+    value = codes.meta["val"]
+    elements = region.shape[0] * region.shape[1]
+    return float(value.numel() * value.itemsize * 8) / elements
 
 
 def _fills(real: torch.Tensor, density: float) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

@@ -97,12 +97,13 @@ def _coded(unit: torch.Tensor, dtype: torch.dtype, structure: Structure) -> _Cod
     exact = (whole == whole.round()) & ~(torch.signbit(whole) & (whole == 0))
     if structure.reach is not None and bool(exact.all()):
         low, high = map(float, whole.aminmax())
-        if structure.density < 8:
-            low, high = min(low, structure.reach[0]), max(high, structure.reach[1])
-        integer = _integer(low, high, structure, signed=structure.reach[0] < 0)
-        if integer is not None:
-            form = torch.int8 if integer.startswith("int") else torch.uint8
-            return _Coded(integer, whole.to(form).contiguous())
+        # Other weights of the kind may use codes that this one does not; but not at more bits.
+        wide = min(low, structure.reach[0]), max(high, structure.reach[1])
+        signed = structure.reach[0] < 0
+        limits = [wide, (low, high)] if structure.density < 8 else [(low, high)]
+        for name in filter(None, (_integer(*limit, structure, signed) for limit in limits)):
+            storage = torch.int8 if name.startswith("int") else torch.uint8
+            return _Coded(name, whole.to(storage).contiguous())
     return _codebook(whole, structure)
 
 
@@ -121,27 +122,29 @@ def _codebook(unit: torch.Tensor, structure: Structure) -> _Coded:
     """Codes as places in the sorted table of values that W takes under unit scales."""
     keys = _sortable(unit)
     found = keys.flatten()[:SAMPLE].unique()
-    if len(found) <= 256 and (_places(found, keys)[1]).any():
+    places = _places(found, keys)
+    if places is None:
         found = keys.unique()
-    if len(found) > 256:
+        places = _places(found, keys)
+    if places is None:
         raise Refused(
             f"under unit scales W takes {len(found)} values and more; codes have at most 256"
         )
     for name, entries in CODEBOOKS.items():
-        if len(entries) > 2 ** max(structure.density, 1):
-            continue  # a table of as many values as there are takes fewer bits
-        book = _sortable(torch.tensor(entries, device=unit.device))
-        order = book.argsort()
-        if not _places(book[order], found)[1].any():
-            return _Coded(name, order[_places(book[order], keys)[0]].to(torch.uint8))
-    codes = _places(found, keys)[0].to(torch.uint8)
+        book, order = _sortable(torch.tensor(entries, device=unit.device)).sort()
+        known = _places(book, found)
+        # A table of as many values as there are may take fewer bits.
+        if known is not None and len(entries) <= 2 ** max(structure.density, 1):
+            codes = order.to(torch.uint8)[known.int()]
+            return _Coded(name, _looked_up(codes, places))
     bits = max(1, (len(found) - 1).bit_length())
     if structure.density >= 8:
         bits = next(word for word in WORDS if word >= bits)
-    bits = max(bits, min(int(structure.density), 8) if structure.density < 8 else bits)
+    else:
+        bits = max(bits, int(structure.density))
     table = torch.zeros(1 << bits, dtype=torch.float32, device=unit.device)
     table[: len(found)] = _values(found)
-    return _Coded(f"table{bits}", codes, table)
+    return _Coded(f"table{bits}", places, table)
 
 
 def _sortable(values: torch.Tensor) -> torch.Tensor:
@@ -155,10 +158,23 @@ def _values(keys: torch.Tensor) -> torch.Tensor:
     return torch.where(keys < 0, keys ^ 0x7FFFFFFF, keys).view(torch.float32)
 
 
-def _places(book: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(place of each key in a sorted book, whether it is not there)."""
-    at = torch.bucketize(keys, book).clamp_(max=len(book) - 1)
-    return at, book[at] != keys
+def _places(book: torch.Tensor, keys: torch.Tensor) -> torch.Tensor | None:
+    """uint8: the place of each key in a sorted book; None if one is not there or it is too long."""
+    if len(book) > 256:
+        return None
+    tops, flat = (book >> 16) + (1 << 15), keys.flatten()
+    if len(tops.unique()) == len(book):  # as much of a key as a bf16 has: ten times faster
+        place = torch.zeros(1 << 16, dtype=torch.uint8, device=book.device)
+        place[tops] = torch.arange(len(book), dtype=torch.uint8, device=book.device)
+        at = place.index_select(0, (flat >> 16) + (1 << 15))
+    else:
+        at = torch.bucketize(flat, book, out_int32=True).clamp_(max=len(book) - 1).to(torch.uint8)
+    at = at.view(keys.shape)
+    return at if torch.equal(_looked_up(book, at), keys) else None
+
+
+def _looked_up(book: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    return book.index_select(0, places.flatten().int()).view(places.shape)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

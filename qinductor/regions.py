@@ -13,6 +13,7 @@ from torch.fx import Graph, Node
 
 from qinductor.contracts import FLOAT_CODES
 from qinductor.errors import Refused
+from qinductor.freed import is_freed
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -62,15 +63,19 @@ class Scope:
     leaves     placeholder -> where its tensor is at run time
     why        placeholder -> why it is not constant
     arguments  what the graph was compiled with
+    known      region of a weight -> what it was proved to be before its leaves were freed, as
+               `Op.restored` gives it; None where they are there. Refused if it was not packed
     """
 
     leaves: dict[Node, Leaf]
     why: dict[Node, str]
     arguments: Sequence[Any]
+    known: Callable[["Region"], Any] = lambda region: None
 
     def value(self, leaf: Leaf) -> torch.Tensor:
-        """The constant's present value."""
-        return leaf.of(self.arguments)
+        """The constant's present value; a meta tensor if it was freed."""
+        tensor = leaf.of(self.arguments)
+        return torch.empty_like(tensor, device="meta") if is_freed(tensor) else tensor
 
 
 @dataclasses.dataclass(frozen=True)

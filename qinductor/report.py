@@ -21,6 +21,8 @@ class Site:
     reason    the first check that failed, with what was found and what was wanted; None if lowered
     cost      bytes and flops of the lowered operator, expressions in M
     evaluations  runs of the region that identification took: (on probes, whole)
+    variant   which compile of the graph it is about, from 1; the later ones come at run time, for
+              weights that did not fit the contracts of those before
     """
 
     where: str
@@ -31,6 +33,7 @@ class Site:
     reason: str | None = None
     cost: dict[str, str] | None = None
     evaluations: tuple[int, int] | None = None
+    variant: int = 1
 
 
 @dataclasses.dataclass
@@ -42,7 +45,9 @@ class Report:
     matching_seconds  time spent finding, identifying, proving and packing
     packed_bytes      bytes of packed weights held beside the model's own tensors
     dense_bytes       those of them that hold a weight in its dense form
+    freed_bytes       bytes of the model's own tensors that were freed (`weights="replace"`)
     graphs            how many graphs it is about
+    variants          how many times these were compiled, each for weights of other contracts
     notes             what concerns the graph and no single site
     """
 
@@ -51,7 +56,9 @@ class Report:
     matching_seconds: float = 0.0
     packed_bytes: int = 0
     dense_bytes: int = 0
+    freed_bytes: int = 0
     graphs: int = 1
+    variants: int = 1
     notes: list[str] = dataclasses.field(default_factory=list)
 
     @property
@@ -59,21 +66,38 @@ class Report:
         """Number of sites that were lowered."""
         return sum(site.lowered for site in self.sites)
 
+    def add(self, other: "Report", reason: str) -> None:
+        """Appends the decisions of one more variant of the graph, compiled for `reason`."""
+        self.variants += 1
+        for site in other.sites:
+            site.variant = self.variants
+        self.sites.extend(other.sites)
+        self.matching_seconds += other.matching_seconds
+        self.packed_bytes += other.packed_bytes
+        self.dense_bytes += other.dense_bytes
+        self.freed_bytes += other.freed_bytes
+        self.notes.append(f"variant {self.variants} was compiled at run time: {reason}")
+        self.notes.extend(other.notes)
+
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data; `sites` holds one dict per row."""
         return {**dataclasses.asdict(self), "lowered": self.lowered}
 
     def __str__(self) -> str:
+        freed = f", originals freed {self.freed_bytes / 1e6:.2f} MB" * (self.freed_bytes > 0)
+        variants = f", {self.variants} variants" * (self.variants > self.graphs)
         head = (
             f"qinductor: {self.lowered} of {len(self.sites)} sites lowered for {self.target} "
-            f"({self.graphs} graph{'s' * (self.graphs != 1)}; "
+            f"({self.graphs} graph{'s' * (self.graphs != 1)}{variants}; "
             f"matching {self.matching_seconds:.2f} s; packed weights "
-            f"{self.packed_bytes / 1e6:.2f} MB, of them dense {self.dense_bytes / 1e6:.2f} MB)"
+            f"{self.packed_bytes / 1e6:.2f} MB, of them dense {self.dense_bytes / 1e6:.2f} MB"
+            f"{freed})"
         )
         rows = [("where", "pattern", "contract", "lowered to, or why not")]
         for site in self.sites:
             outcome = site.provider if site.lowered else f"NOT LOWERED: {site.reason}"
-            rows.append((site.where, site.pattern, site.contract or "-", outcome or "-"))
+            where = f"{site.where} (variant {site.variant})" if site.variant > 1 else site.where
+            rows.append((where, site.pattern, site.contract or "-", outcome or "-"))
         widths = [max(len(row[i]) for row in rows) for i in range(3)]
         lines = [
             "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]])
@@ -113,6 +137,8 @@ def joined(parts: list[Report]) -> Report:
         matching_seconds=sum(part.matching_seconds for part in parts),
         packed_bytes=sum(part.packed_bytes for part in parts),
         dense_bytes=sum(part.dense_bytes for part in parts),
+        freed_bytes=sum(part.freed_bytes for part in parts),
         graphs=len(parts),
+        variants=sum(part.variants for part in parts),
         notes=[note for part in parts for note in part.notes],
     )

@@ -154,7 +154,7 @@ def _lines(
     arguments = [show(a) for a in node.args] + [f"{k}={show(v)}" for k, v in node.kwargs.items()]
     below: list[str] = []
     if str(node.target).startswith("qinductor."):
-        arguments, below = arguments[:2], arguments[2:]
+        arguments, below = arguments[:-2], arguments[-2:]  # the packed tensors come before
         below[-1] = re.sub(r"\d+:", "", below[-1]).replace(",", ", ")
     target = node.target
     name = str(target) if isinstance(target, (str, torch._ops.OpOverload)) else target.__name__

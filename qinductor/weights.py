@@ -4,8 +4,6 @@ A compiled graph never holds a weight: two instances of a class share one graph.
 `Slot`; the tensors come from a store shared by all graphs, keyed by the identity of the leaves.
 """
 
-import dataclasses
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,61 +11,34 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from qinductor import store
 from qinductor.errors import Refused
+from qinductor.freed import free, is_freed, parts, why_not
 from qinductor.regions import Leaf
+from qinductor.store import ENTRIES, LOCK, Entry, Slot
 
-SAMPLE = 64  # elements of a leaf that its fingerprint reads
-CHECK_EVERY = 64  # calls between two looks at the fingerprints; the second call looks, too
+# Calls between two looks at the fingerprints; the second call looks, too. A prime, so that layers
+# that share a graph are looked at in turn.
+CHECK_EVERY = 61
 # Packings on consecutive calls after which a weight counts as no constant: written to in place, and
 # replaced by a new tensor (which rebuilding a model in a loop does, too).
 RESTLESS, REPLACED = 8, 64
 
-# (own version, outer version, data pointer): all equal means nothing was written,
-# but for writes through `.data` or raw pointers, which bump no version.
-Stamp = tuple[int | None, int | None, int]
+KEPT = 4096  # layers of which a graph remembers what it found
 
 
-@dataclasses.dataclass(eq=False)
-class Entry:
-    """The packed tensors of one weight, or why there are none; valid while the stamps hold.
+class Unfit(Refused):
+    """The weights are not what a graph was compiled for; `entry` is the one that says so."""
 
-    references, stamps, fingerprints  one for each leaf
-    packed_at                         the resolver's call that packed it; 0 when compiled
-    streak                            packings on consecutive calls up to that one
-    """
-
-    references: tuple[tuple[int, Any], ...]  # id of a leaf, weak reference to its storage
-    stamps: tuple[Stamp, ...]
-    fingerprints: tuple[Any, ...]
-    tensors: dict[str, torch.Tensor]
-    refused: str | None = None
-    packed_at: tuple[int, int] = (0, 0)  # (resolver, its call)
-    streak: int = 1
-
-
-@dataclasses.dataclass(eq=False)
-class Slot:
-    """The packed tensors that one operator of a compiled graph takes.
-
-    signature  equal for slots whose `pack` does the same with the same leaves
-    names      of the packed tensors, in the operator's order
-    pack       leaves -> {name: tensor} for these names; Refused if the proof fails
-    """
-
-    where: str
-    signature: str
-    leaves: tuple[Leaf, ...]
-    names: tuple[str, ...]
-    pack: Callable[[Sequence[torch.Tensor]], dict[str, torch.Tensor]]
-    entry: Entry | None = None
+    def __init__(self, reason: str, entry: Entry) -> None:
+        super().__init__(reason)
+        self.entry = entry
 
 
 # What the fast path compares, one row a leaf: argument, attributes, reference, stamp.
 Row = tuple[int, tuple[str, ...], int, Any, int | None, int | None, int]
 
-_store: dict[tuple[Any, ...], Entry] = {}
 _resolvers: "weakref.WeakSet[Resolver]" = weakref.WeakSet()
-_lock = threading.RLock()
 
 
 class Resolver:
@@ -81,66 +52,92 @@ class Resolver:
         self.slots = list(slots)
         self.calls = 0
         self.unversioned = False  # inference tensors have no version: their bytes are looked at
-        self.last: tuple[list[Row], list[torch.Tensor]] | None = None
-        with _lock:
+        # Of each model or layer that the graph has run, by the identity of its first leaf.
+        self.last: dict[int, tuple[list[Row], list[torch.Tensor]]] = {}
+        with LOCK:
             _resolvers.add(self)
 
-    def __call__(self, arguments: Sequence[Any]) -> list[torch.Tensor]:
-        """The packed tensors, in slot order. Refused if a weight is not what was compiled for."""
+    def __call__(self, arguments: Sequence[Any], packs: bool = True) -> list[torch.Tensor] | None:
+        """The packed tensors, in slot order. Unfit if a weight is not what was compiled for.
+
+        `packs` False: None unless they were found before and nothing has changed since.
+        """
         self.calls += 1
         look = self.unversioned or self.calls == 2 or self.calls % CHECK_EVERY == 0
         if look and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             look = False
         # A tensor subclass would answer every attribute through Python: 1.5 us each.
         with torch._C.DisableTorchFunctionSubclass():
-            last = self.last
+            first = id(self.slots[0].leaves[0].of(arguments))
+            last = self.last.get(first)
             if last is not None and not look and _unchanged(last[0], arguments):
                 return last[1]
-            self.last = rows, found = self._resolved(arguments, look)
-            return found
+            found = self._resolved(arguments, look, packs) if packs or last is not None else None
+        if found is None:
+            self.calls -= 1  # this call comes again, with `packs`
+            self.last.pop(first, None)
+            return None
+        if len(self.last) >= KEPT:
+            self.last.clear()
+        self.last[first] = found
+        return found[1]
 
     def _resolved(
-        self, arguments: Sequence[Any], look: bool
-    ) -> tuple[list[Row], list[torch.Tensor]]:
+        self, arguments: Sequence[Any], look: bool, packs: bool
+    ) -> tuple[list[Row], list[torch.Tensor]] | None:
         rows: list[Row] = []
         found: list[torch.Tensor] = []
         for slot in self.slots:
-            entry = slot.entry
-            if entry is None or not _current(slot, entry, arguments):
-                entry = self._packed(slot, arguments)
-            elif look and entry.fingerprints != _fingerprints(slot, arguments):
-                with _lock:
-                    _retire(_store.pop(_key(slot, arguments), None))
-                    _retire(entry)
+            entry = self._known(slot, arguments)
+            if look and entry is not None and not _as_packed(slot, entry, arguments):
+                entry = None
+            if not packs and (entry is None or entry.refused is not None):
+                return None
+            if entry is None:
                 entry = self._packed(slot, arguments)
             if entry.refused is not None:
-                raise Refused(f"{slot.where}: {entry.refused}")
+                raise Unfit(f"{slot.where}: {entry.refused}", entry)
             # Of this entry, not of `slot.entry`, which another thread may have changed by now.
             rows.extend(_rows(slot, entry))
             found.extend([entry.tensors[name] for name in slot.names])
         self.unversioned = any(row[4] is None for row in rows)
         return rows, found
 
+    def _known(self, slot: Slot, arguments: Sequence[Any]) -> Entry | None:
+        """The entry of these weights, if there is one and nothing has changed since."""
+        entry = slot.entry
+        if entry is None or not store.is_current(slot, entry, arguments):
+            entry = ENTRIES.get(store.key_of(slot, arguments))
+            if (
+                entry is None
+                or not store.is_current(slot, entry, arguments)
+                or not store.has_all(entry, slot)
+            ):
+                return None
+            slot.entry = entry
+        return entry
+
     def _packed(self, slot: Slot, arguments: Sequence[Any]) -> Entry:
-        with _lock, unset_fake_temporarily(), torch.no_grad():
-            known = _store.get(_key(slot, arguments))
-            if known is None or not _current(slot, known, arguments) or not _holds(known, slot):
+        with LOCK, unset_fake_temporarily(), torch.no_grad():
+            known = ENTRIES.get(store.key_of(slot, arguments))
+            if (
+                known is None
+                or not store.is_current(slot, known, arguments)
+                or not store.has_all(known, slot)
+            ):
                 # Written to, or put in the place of one that is gone; another layer is no change.
                 before = known or slot.entry
                 changed = before is not None and (
                     known is not None or any(storage() is None for _, storage in before.references)
                 )
-                streak = 1
-                if (
-                    before is not None
-                    and changed
-                    and before.packed_at == (id(self), self.calls - 1)
-                ):
+                streak, last = 1, (id(self), self.calls - 1)
+                if before is not None and changed and before.packed_at == last:
                     streak = before.streak + 1
                 patience = RESTLESS if known is not None else REPLACED
                 tensors, refused = _tried(slot, arguments, streak, patience)
                 known = _remember(slot, arguments, tensors, refused)
                 known.packed_at, known.streak = (id(self), self.calls), streak
+                known.settled = streak > patience
             slot.entry = known
             return known
 
@@ -149,9 +146,13 @@ def seed(
     slot: Slot, arguments: Sequence[Any], packed: Callable[[], dict[str, torch.Tensor]]
 ) -> None:
     """Packs a slot when its graph is compiled, unless another graph or a tied weight has."""
-    with _lock:
-        known = _store.get(_key(slot, arguments))
-        if known is None or not _current(slot, known, arguments) or not _holds(known, slot):
+    with LOCK:
+        known = ENTRIES.get(store.key_of(slot, arguments))
+        if (
+            known is None
+            or not store.is_current(slot, known, arguments)
+            or not store.has_all(known, slot)
+        ):
             known = _remember(slot, arguments, packed(), None)
         slot.entry = known
 
@@ -163,11 +164,67 @@ def _tried(
     if streak > patience:
         return {}, f"its weight changed on {patience} calls in a row, so it is no constant"
     try:
-        return slot.pack([leaf.of(arguments) for leaf in slot.leaves]), None
+        known = restored(*slot.region, arguments)
+        leaves = [leaf.of(arguments) for leaf in slot.leaves]
+        return slot.pack(leaves) if known is None else slot.pack(leaves, known), None
     except Refused as refusal:
         return {}, refusal.reason
     except Exception as error:
         return {}, f"an error of qinductor's own: {type(error).__name__}: {error}"
+
+
+def restored(signature: str, leaves: Sequence[Leaf], arguments: Sequence[Any]) -> Any:
+    """The weight that these leaves held when they were freed; None where none of them was.
+
+    Refused if it was not packed from this region, whose graph may be another.
+    """
+    tensors = [leaf.of(arguments) for leaf in leaves]
+    if not any(is_freed(tensor) for tensor in tensors):
+        return None
+    region = (signature, *map(id, tensors))
+    stamps = tuple(store.stamp_of(leaf, arguments) for leaf in leaves)
+    with LOCK:
+        for entry in ENTRIES.values():
+            same = entry.region == region and entry.stamps[: len(stamps)] == stamps
+            if same and entry.restore is not None and entry.refused is None:
+                return entry.restore(entry.tensors)
+    raise Refused("its memory was freed (weights='replace'), and it was packed in another form")
+
+
+def replace(leaves: Sequence[Leaf], arguments: Sequence[Any]) -> tuple[int, list[tuple[Leaf, str]]]:
+    """Frees packed leaves that nothing else holds: (bytes freed, leaves that stay and why).
+
+    The caller's resolver has just found all of them packed.
+    """
+    size, stay = 0, []
+    places = [id(part) for value in arguments for part in parts(value)]
+    with LOCK, torch._C.DisableTorchFunctionSubclass():
+        for leaf in leaves:
+            tensor = leaf.of(arguments)
+            if is_freed(tensor):
+                continue
+            why = why_not(tensor)
+            if places.count(id(tensor)) > 1:
+                why = "it is an argument of the graph twice"
+            if why is not None:
+                stay.append((leaf, why))
+                continue
+            before = store.stamp_of(leaf, arguments)
+            size += free(tensor)
+            _mark(id(tensor), before, store.stamp_of(leaf, arguments))
+        if size:
+            for resolver in list(_resolvers):
+                resolver.last.clear()
+    return size, stay
+
+
+def _mark(identity: int, before: store.Stamp, after: store.Stamp) -> None:
+    """Entries that were packed from a tensor as it was stay current now that it is freed."""
+    for entry in ENTRIES.values():
+        for i, (reference, _) in enumerate(entry.references):
+            if reference == identity and entry.stamps[i] == before:
+                entry.stamps = (*entry.stamps[:i], after, *entry.stamps[i + 1 :])
+                entry.fingerprints = (*entry.fingerprints[:i], (), *entry.fingerprints[i + 1 :])
 
 
 def _rows(slot: Slot, entry: Entry) -> list[Row]:
@@ -182,7 +239,17 @@ def _retire(entry: Entry | None) -> None:
     if entry is not None:
         entry.stamps = tuple((None, None, -1) for _ in entry.stamps)
     for resolver in list(_resolvers):
-        resolver.last = None
+        resolver.last.clear()
+
+
+def _as_packed(slot: Slot, entry: Entry, arguments: Sequence[Any]) -> bool:
+    """Whether the leaves' bytes look as when they were packed; if not, the entry is dropped."""
+    with LOCK:  # no leaf is freed meanwhile
+        if entry.fingerprints == store.fingerprints_of(slot, arguments):
+            return True
+        _retire(ENTRIES.pop(store.key_of(slot, arguments), None))
+        _retire(entry)
+        return False
 
 
 def _unchanged(rows: list[Row], arguments: Sequence[Any]) -> bool:
@@ -195,82 +262,46 @@ def _unchanged(rows: list[Row], arguments: Sequence[Any]) -> bool:
             or storage() is None
             or (own is not None and value._version != own)
             or (outer is not None and holder._version != outer)
-            or value.data_ptr() != pointer
+            or (pointer and store.pointer_of(value) != pointer)
         ):
             return False
     return True
 
 
-def _holds(entry: Entry, slot: Slot) -> bool:
-    return entry.refused is not None or all(name in entry.tensors for name in slot.names)
-
-
-def _key(slot: Slot, arguments: Sequence[Any]) -> tuple[Any, ...]:
-    return (slot.signature, *(id(leaf.of(arguments)) for leaf in slot.leaves))
-
-
 def _remember(
     slot: Slot, arguments: Sequence[Any], tensors: dict[str, torch.Tensor], refused: str | None
 ) -> Entry:
-    key = _key(slot, arguments)
-    old = _store.get(key)
-    if old is not None and refused is None and _current(slot, old, arguments):
+    key = store.key_of(slot, arguments)
+    old = ENTRIES.get(key)
+    restore = slot.restore
+    if old is not None and refused is None and store.is_current(slot, old, arguments):
         tensors = {**tensors, **old.tensors}  # another plan of the same weight
+        restore = restore or old.restore
 
     def gone(_: Any) -> None:
-        dead = _store.pop(key, None)
+        dead = made()
         if dead is not None:
             dead.tensors = {}
+            if ENTRIES.get(key) is dead:
+                ENTRIES.pop(key, None)
         for resolver in list(_resolvers):
-            resolver.last = None  # it may hold the tensors, too
+            resolver.last.clear()  # it may hold the tensors, too
 
     values = [leaf.of(arguments) for leaf in slot.leaves]
     entry = Entry(
         # Of the storage: swap_tensors, and so Module.to, refuses a tensor with weak references.
         tuple((id(value), weakref.ref(value.untyped_storage(), gone)) for value in values),
-        tuple(_stamp(leaf, arguments) for leaf in slot.leaves),
-        _fingerprints(slot, arguments),
+        tuple(store.stamp_of(leaf, arguments) for leaf in slot.leaves),
+        store.fingerprints_of(slot, arguments),
         tensors,
         refused,
+        region=(slot.region[0], *(id(leaf.of(arguments)) for leaf in slot.region[1])),
+        restore=restore,
     )
-    _store[key] = entry
+    made = weakref.ref(entry)
+    ENTRIES[key] = entry
     _retire(old)
     return entry
-
-
-def _current(slot: Slot, entry: Entry, arguments: Sequence[Any]) -> bool:
-    for leaf, reference, stamp in zip(slot.leaves, entry.references, entry.stamps, strict=True):
-        identity, storage = reference
-        if identity != id(leaf.of(arguments)) or storage() is None:
-            return False
-        if _stamp(leaf, arguments) != stamp:
-            return False
-    return True
-
-
-def _stamp(leaf: Leaf, arguments: Sequence[Any]) -> Stamp:
-    outer = arguments[leaf.index]
-    inner = leaf.of(arguments) if leaf.attributes else outer
-    return (
-        None if inner.is_inference() else inner._version,
-        None if outer is inner or outer.is_inference() else outer._version,
-        inner.data_ptr(),
-    )
-
-
-def _fingerprints(slot: Slot, arguments: Sequence[Any]) -> tuple[Any, ...]:
-    """A sample of each leaf's bytes."""
-    with unset_fake_temporarily(), torch.no_grad():
-        return tuple(_fingerprint(leaf.of(arguments)) for leaf in slot.leaves)
-
-
-def _fingerprint(tensor: torch.Tensor) -> tuple[int, ...]:
-    count = tensor.numel()
-    if not count:
-        return ()
-    at = torch.arange(0, count, max(1, count // SAMPLE), device=tensor.device)[: SAMPLE + 1]
-    sample = tensor.detach().reshape(-1)[at].cpu()
-    return tuple(sample.view(torch.uint8).tolist())
 
 
 def refresh(model: torch.nn.Module | None = None) -> int:
@@ -280,11 +311,13 @@ def refresh(model: torch.nn.Module | None = None) -> int:
     Returns how many packed weights were dropped.
     """
     pointers = None if model is None else _pointers(model)
-    with _lock:
+    with LOCK:
         dropped = 0
-        for key, entry in list(_store.items()):
+        for key, entry in list(ENTRIES.items()):
+            if any(stamp[2] == 0 for stamp in entry.stamps):
+                continue  # it cannot be packed again: a leaf was freed
             if pointers is None or any(stamp[2] in pointers for stamp in entry.stamps):
-                _store.pop(key, None)  # a weight may have died since
+                ENTRIES.pop(key, None)  # a weight may have died since
                 _retire(entry)
                 dropped += 1
     return dropped
@@ -293,20 +326,11 @@ def refresh(model: torch.nn.Module | None = None) -> int:
 def _pointers(model: torch.nn.Module) -> set[int]:
     found: set[int] = set()
 
-    def add(value: Any) -> None:
-        if not isinstance(value, torch.Tensor):
-            return
-        if hasattr(value, "__tensor_flatten__"):
-            for name in value.__tensor_flatten__()[0]:
-                add(getattr(value, name))
-        else:
-            found.add(value.data_ptr())
-
     for module in model.modules():
         for value in (
             *module._parameters.values(),
             *module._buffers.values(),
             *vars(module).values(),
         ):
-            add(value)
+            found.update(part.data_ptr() for part in parts(value) if not is_freed(part))
     return found

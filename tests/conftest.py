@@ -1,11 +1,16 @@
 """Every test starts clean: nothing compiled, no compile cache, one thread, one seed."""
 
+import logging
+
 import pytest
 import torch
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 
 import qinductor
+
+# Pytest listens to loggers that do not propagate; then torch writes out every graph, for nothing.
+logging.getLogger("torch.__trace").propagate = True
 
 
 @pytest.fixture(autouse=True)

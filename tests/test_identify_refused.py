@@ -248,11 +248,6 @@ REFUSED: dict[str, tuple[Any, list[torch.Tensor], str]] = {
         [int8(), CHANNEL, *[CHANNEL.clone() for _ in range(20)]],
         f"identification needs more than {BUDGET} evaluations",
     ),
-    "a row of the codes is a scale": (
-        lambda q: q[1:].bfloat16() * q[0].bfloat16(),
-        [int8(65, 96)],
-        r"W takes \d+ values and more; codes of 8 bits have at most 256",
-    ),
     "a sum of two weights": (
         lambda q, s, p, t: q.bfloat16() * s + p.bfloat16() * t,
         [int8(), CHANNEL, int8(64, 96) + 1, CHANNEL + 1],

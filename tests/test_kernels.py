@@ -17,7 +17,7 @@ from torch.nn.functional import linear
 
 import qinductor
 import qinductor.kernels.dequant_matmul_onednn as onednn
-from qinductor.contracts import QuantizedWeight, dequantize
+from qinductor.contracts import dequantize, difference
 from qinductor.errors import Refused
 from qinductor.kernels.dequant_matmul import (
     CASES,
@@ -27,12 +27,10 @@ from qinductor.kernels.dequant_matmul import (
     Operands,
     Reference,
     case,
-    halves,
     reference,
-    unpacked,
 )
+from qinductor.kernels.dequant_matmul_experts import CASES as EXPERTS
 from qinductor.op import INFINITE, OPS, M, Op, Plan, costs, op
-from qinductor.prove import difference
 from qinductor.regions import FLOAT8
 from qinductor.testing import OUTPUTS, product_oracle
 
@@ -59,7 +57,7 @@ def usable(name: str, contract: DequantMatmul, target: str = "cpu") -> Any:
     return provider
 
 
-def packed(plan: Plan, contract: DequantMatmul, source: Operands) -> list[torch.Tensor]:
+def packed(plan: Plan, contract: DequantMatmul, source: Any) -> list[torch.Tensor]:
     """The packed tensors, in the operator's order."""
     found = plan.pack(DEQUANT_MATMUL, contract, source)
     return [found[name] for name in plan.operands(DEQUANT_MATMUL, contract)]
@@ -238,23 +236,6 @@ def test_a_plan_packs_each_tensor_once_and_checks_it():
         only("wrong").pack(toy, contract, None)
 
 
-@pytest.mark.parametrize("n, k", [(1, 1), (2, 3), (3, 2), (5, 7), (16, 16), (33, 65)])
-@pytest.mark.parametrize("signed", [True, False])
-def test_halves_and_back(n, k, signed):
-    low = -8 if signed else 0
-    codes = (torch.arange(n * k).view(n, k) % 16 + low).to(torch.int8)
-    both = halves(codes, signed)
-    assert both.dtype == torch.int8 and both.shape == ((n + 1) // 2, k)
-    assert torch.equal(unpacked(both, n, signed), codes)
-
-
-def test_every_pair_of_codes_has_its_own_byte():
-    codes = torch.cartesian_prod(torch.arange(-8, 8), torch.arange(-8, 8)).t().to(torch.int8)
-    assert sorted(halves(codes, True).flatten().tolist()) == list(range(-128, 128))
-    assert torch.equal(halves(codes, True), halves(codes + 8, False))
-    assert halves(torch.tensor([[-3], [5]], dtype=torch.int8), True).item() == -3 * 16 + 5 + 8
-
-
 @named
 def test_the_reference_is_the_products_of_its_docstring(case):
     """In float64, where every order of rounding gives the same digits to within 1e-9."""
@@ -265,10 +246,10 @@ def check_reference(case: Case) -> None:
     contract = dataclasses.replace(case.contract, x=torch.float64, out=torch.float64)
     x, source = case.make()
     w = source.weight
-    wide = dequantize(w).double()
     form = dataclasses.replace(contract.weight, dtype=torch.float64)
+    wide = dequantize(dataclasses.replace(w, format=form))
     operands = Operands(
-        QuantizedWeight(form, w.codes, w.scale, w.zero),
+        dataclasses.replace(w, format=form),
         None if source.output_scale is None else source.output_scale.double(),
         None if source.bias is None else source.bias.double(),
     )
@@ -289,6 +270,7 @@ def weight_of(contract: DequantMatmul, **changes: Any) -> DequantMatmul:
 
 INT4 = case("int4", 4, 384, 384, 1, 64).contract
 INT8 = case("int8", 4, 256, 512, 1, 512).contract
+TABLE4 = case("table4", 4, 384, 384, 1, 64).contract
 PAIR = {"bias": True, "output_scale": BF16}
 # Contracts that no case has, for whatever provider says it takes them.
 CORNERS = {
@@ -385,6 +367,11 @@ WHY_NOT = (
         "takes one",
     ),
     ("aten.int4pack_mm", weight_of(INT4, bn=2), "blocks have 2 rows", "1 or all"),
+    ("aten.int4pack_mm", weight_of(INT4, permuted=True), "in another order", "in their order"),
+    ("aten.int4pack_mm", TABLE4, "codes are table4", "takes int4"),
+    ("aten.int4pack_mm", weight_of(INT4, arithmetic="q*s*t", outer=BF16), "q*s*t", "takes q*s"),
+    ("aten.int8pack_mm", weight_of(INT8, permuted=True), "in another order", "in their order"),
+    ("aten.int8pack_mm", weight_of(INT8, arithmetic="q*s*t", outer=BF16), "q*s*t", "takes q*s"),
     ("aten.int8pack_mm", INT4, "codes are int4", "takes int8"),
     ("aten.int8pack_mm", weight_of(INT8, arithmetic="q/s"), "W is q/s", "takes q*s"),
     ("aten.int8pack_mm", weight_of(INT8, k=300, bk=300), "K is 300", "multiples of 16"),
@@ -409,6 +396,9 @@ WHY_NOT = (
         for codes in ("int4", "int8")
     ),
     ("aten.int4pack_mm_cuda", INT8, "codes are int8", "it takes int4"),
+    ("aten.int4pack_mm_cuda", TABLE4, "codes are table4", "it takes int4"),
+    ("aten.int4pack_mm_cuda", dataclasses.replace(INT4, experts=8), "8 experts", "one weight"),
+    ("aten.int4pack_mm_cuda", weight_of(INT4, permuted=True), "another order", "in their order"),
     (
         "aten.int4pack_mm_cuda",
         weight_of(INT4, arithmetic="q*s+z", zero=BF16),
@@ -603,6 +593,15 @@ def samples() -> Iterator[tuple[str, tuple[Any, ...]]]:
         yield "dequant_matmul", (x, tensors, str(contract), str(plan))
     yield "dequant_matmul", (x[:0], tensors, str(contract), str(plan))
     yield "dequant_matmul", (x.t().contiguous().t(), tensors, str(contract), str(plan))
+    for chosen in EXPERTS[:2]:
+        contract, plan = chosen.contract, DEQUANT_MATMUL.plan(chosen.contract, "cpu", None)
+        sources = [chosen.make(expert)[1] for expert in range(contract.experts)]
+        tensors, texts = packed(plan, contract, sources), (str(contract), str(plan))
+        x = torch.stack([activations(contract, 5)[0] for _ in sources])
+        yield "dequant_bmm", (x, tensors, *texts)
+        yield "dequant_bmm", (x.mT.contiguous().mT, tensors, *texts)
+        ends = torch.linspace(2, 5 * len(sources) - 1, len(sources)).int()
+        yield "dequant_grouped_matmul", (x.flatten(0, 1), ends, tensors, *texts)
 
 
 SAMPLES = list(samples())
@@ -611,15 +610,15 @@ SAMPLES = list(samples())
 def test_every_operator_has_samples():
     registered = [n for n in torch._C._dispatch_get_all_op_names() if n.startswith("qinductor::")]
     assert {n.removeprefix("qinductor::") for n in registered} == {name for name, _ in SAMPLES}
-    assert set(OPS) == {name for name, _ in SAMPLES}
+    assert set(OPS) == {"dequant_matmul"}  # whose contract and providers are those of all three
 
 
-@pytest.mark.parametrize("i", range(len(SAMPLES)), ids=lambda i: f"{SAMPLES[i][1][2]} {i}")
+@pytest.mark.parametrize("i", range(len(SAMPLES)), ids=lambda i: f"{SAMPLES[i][1][-2]} {i}")
 def test_opcheck(i):
     name, arguments = SAMPLES[i]
     tests = ["test_schema", "test_autograd_registration", "test_faketensor"]
     tests.append("test_aot_dispatch_dynamic")
-    if any(t.dtype in FLOAT8 for t in arguments[1]):
+    if any(t.dtype in FLOAT8 for t in arguments[-3]):
         tests.remove("test_schema")  # compares inputs by torch.allclose, which float8 has not
     operator = getattr(torch.ops.qinductor, name).default
     torch.library.opcheck(operator, arguments, test_utils=tests)
@@ -631,12 +630,11 @@ def test_opcheck(i):
 def on(source: Operands, device: str) -> Operands:
     """The operands on another device."""
 
-    def moved(t: torch.Tensor | None) -> torch.Tensor | None:
-        return None if t is None else t.to(device)
+    def moved(value: Any) -> Any:
+        held = {n: t.to(device) for n, t in vars(value).items() if isinstance(t, torch.Tensor)}
+        return dataclasses.replace(value, **held)
 
-    w = source.weight
-    weight = QuantizedWeight(w.format, moved(w.codes), moved(w.scale), moved(w.zero))
-    return Operands(weight, moved(source.output_scale), moved(source.bias))
+    return dataclasses.replace(moved(source), weight=moved(source.weight))
 
 
 CUDA_CASES = (

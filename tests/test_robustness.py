@@ -431,12 +431,13 @@ def test_report_as_data():
     report = qinductor.explain(Int8(), X)
     data = json.loads(json.dumps(report.to_dict()))
     assert set(data) == {
-        "target", "sites", "matching_seconds", "packed_bytes", "dense_bytes", "graphs", "notes",
-        "lowered",
+        "target", "sites", "matching_seconds", "packed_bytes", "dense_bytes", "freed_bytes",
+        "graphs", "variants", "notes", "lowered",
     }  # fmt: skip
     (site,) = data["sites"]
     assert set(site) == {
         "where", "pattern", "lowered", "contract", "provider", "reason", "cost", "evaluations",
+        "variant",
     }  # fmt: skip
     assert (data["lowered"], site["lowered"], data["target"]) == (1, True, "cpu")
 

@@ -1,0 +1,124 @@
+"""The packed weights of all graphs: entries, kept by the identity of the leaves."""
+
+import dataclasses
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from qinductor.freed import is_freed
+from qinductor.regions import Leaf
+
+SAMPLE = 64  # elements of a leaf that its fingerprint reads
+# (own version, outer version, data pointer): all equal means nothing was written,
+# but for writes through `.data` or raw pointers, which bump no version.
+Stamp = tuple[int | None, int | None, int]
+
+
+@dataclasses.dataclass(eq=False)
+class Entry:
+    """The packed tensors of one weight, or why there are none; valid while the stamps hold.
+
+    references, stamps, fingerprints  one for each leaf
+    packed_at                         the resolver's call that packed it; 0 when compiled
+    streak                            packings on consecutive calls up to that one
+    settled                           whether another variant of the graph would not take it either
+    region, restore                   as of the slot, by which a freed weight is found and restored
+    """
+
+    references: tuple[tuple[int, Any], ...]  # id of a leaf, weak reference to its storage
+    stamps: tuple[Stamp, ...]
+    fingerprints: tuple[Any, ...]
+    tensors: dict[str, torch.Tensor]
+    refused: str | None = None
+    packed_at: tuple[int, int] = (0, 0)  # (resolver, its call)
+    streak: int = 1
+    settled: bool = False
+    region: tuple[Any, ...] = ()
+    restore: Callable[[dict[str, torch.Tensor]], Any] | None = None
+
+
+@dataclasses.dataclass(eq=False)
+class Slot:
+    """The packed tensors that one operator of a compiled graph takes.
+
+    signature  equal for slots whose `pack` does the same with the same leaves
+    names      of the packed tensors, in the operator's order
+    pack       leaves -> {name: tensor} for these names; Refused if the proof fails. A second
+               argument is the restored weight, if its leaves were freed
+    region     (signature, leaves) of the weight, the part of this that may be freed
+    restore    packed tensors -> that weight; None where it is not to be freed
+    kept       names of the tensors that `restore` takes
+    """
+
+    where: str
+    signature: str
+    leaves: tuple[Leaf, ...]
+    names: tuple[str, ...]
+    pack: Callable[..., dict[str, torch.Tensor]]
+    region: tuple[str, tuple[Leaf, ...]] = ("", ())
+    restore: Callable[[dict[str, torch.Tensor]], Any] | None = None
+    kept: tuple[str, ...] = ()
+    entry: Entry | None = None
+
+
+ENTRIES: dict[tuple[Any, ...], Entry] = {}
+LOCK = threading.RLock()
+
+
+def has_all(entry: Entry, slot: Slot) -> bool:
+    """Whether an entry holds all the tensors that a slot wants."""
+    wanted = (*slot.names, *slot.kept)
+    return entry.refused is not None or all(name in entry.tensors for name in wanted)
+
+
+def key_of(slot: Slot, arguments: Sequence[Any]) -> tuple[Any, ...]:
+    """The key of a slot's entry in ENTRIES."""
+    return (slot.signature, *(id(leaf.of(arguments)) for leaf in slot.leaves))
+
+
+def is_current(slot: Slot, entry: Entry, arguments: Sequence[Any]) -> bool:
+    """Whether nothing has changed since the entry was made."""
+    for leaf, reference, stamp in zip(slot.leaves, entry.references, entry.stamps, strict=True):
+        identity, storage = reference
+        if identity != id(leaf.of(arguments)) or storage() is None:
+            return False
+        if stamp_of(leaf, arguments) != stamp:
+            return False
+    return True
+
+
+def stamp_of(leaf: Leaf, arguments: Sequence[Any]) -> Stamp:
+    """The stamp of a leaf now; its pointer is 0 if it was freed."""
+    outer = arguments[leaf.index]
+    inner = leaf.of(arguments) if leaf.attributes else outer
+    return (
+        None if inner.is_inference() else inner._version,
+        None if outer is inner or outer.is_inference() else outer._version,
+        pointer_of(inner),
+    )
+
+
+def pointer_of(tensor: torch.Tensor) -> int:
+    """The address of a tensor's data; 0 if it was freed."""
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:
+        return 0
+
+
+def fingerprints_of(slot: Slot, arguments: Sequence[Any]) -> tuple[Any, ...]:
+    """A sample of each leaf's bytes."""
+    with unset_fake_temporarily(), torch.no_grad():
+        return tuple(_fingerprint(leaf.of(arguments)) for leaf in slot.leaves)
+
+
+def _fingerprint(tensor: torch.Tensor) -> tuple[int, ...]:
+    count = tensor.numel()
+    if not count or is_freed(tensor):
+        return ()
+    at = torch.arange(0, count, max(1, count // SAMPLE), device=tensor.device)[: SAMPLE + 1]
+    sample = tensor.detach().reshape(-1)[at].cpu()
+    return tuple(sample.view(torch.uint8).tolist())

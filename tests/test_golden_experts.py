@@ -1,0 +1,232 @@
+"""Golden graphs of products with a stack of experts, and the same modules run for real.
+
+EXPECTTEST_ACCEPT=1 python -m pytest tests/test_golden_experts.py   writes the texts anew.
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from expecttest import TestCase
+from models import BF16, Holder, Random, nibbles
+
+import qinductor
+from qinductor.testing import product_oracle, rewritten
+
+E, N, K = 3, 48, 64
+OFFSETS = torch.tensor([5, 5, 8], dtype=torch.int32)  # the second expert has no row
+
+
+def float8(m: Holder) -> torch.Tensor:
+    """[E, N, K], a scale for each row."""
+    return m.codes.to(BF16) * m.scale[..., None]
+
+
+def int4(m: Holder) -> torch.Tensor:
+    """[E, N, K], groups of 32."""
+    codes = (nibbles(m.codes.view(E * N, -1)).to(BF16) - 8).view(E, N, -1, 32)
+    return (codes * m.scale[..., None]).view(E, N, K)
+
+
+def stack(kind: str) -> dict[str, torch.Tensor]:
+    random = Random()
+    if kind == "float8":
+        return {"codes": random.float8(E, N, K), "scale": random.scales(E, N)}
+    codes = random.integers(0, 256, E, N, K // 2)
+    return {"codes": codes, "scale": random.scales(E, N, K // 32)}
+
+
+def bmm(m: Holder, x: torch.Tensor) -> torch.Tensor:
+    return torch.bmm(x, m.dequantise(m).mT)
+
+
+def einsum(m: Holder, x: torch.Tensor) -> torch.Tensor:
+    """Weights on the left."""
+    return torch.einsum("enk,emk->enm", m.dequantise(m), x)
+
+
+def baddbmm(m: Holder, x: torch.Tensor) -> torch.Tensor:
+    return torch.baddbmm(m.bias, x, m.dequantise(m).mT)
+
+
+def grouped_mm(m: Holder, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    return torch._grouped_mm(x, m.dequantise(m).mT, offs=offsets)
+
+
+# name: (product, weights, shape of x, whether it takes offsets)
+FORMS: dict[str, tuple[Callable, str, tuple[int, ...], bool]] = {
+    "bmm": (bmm, "int4", (E, 8, K), False),
+    "einsum": (einsum, "float8", (E, 8, K), False),
+    "baddbmm": (baddbmm, "float8", (E, 8, K), False),
+    "grouped_mm": (grouped_mm, "int4", (8, K), True),
+}
+
+
+def made(name: str, rows: int = 8) -> tuple[Callable[[], Holder], tuple[torch.Tensor, ...]]:
+    """(what makes the module, its arguments with `rows` for every 8 rows)."""
+    product, kind, shape, grouped = FORMS[name]
+
+    def module() -> Holder:
+        tensors = stack(kind)
+        if product is baddbmm:
+            tensors["bias"] = Random(7).normal(E, 1, N)
+        holder = Holder(product, **tensors)
+        holder.dequantise = {"float8": float8, "int4": int4}[kind]
+        return holder
+
+    shape = tuple(rows if size == 8 else size for size in shape)
+    x = Random(1).normal(*shape)
+    return module, (x, OFFSETS * (rows // 8)) if grouped else (x,)
+
+
+class Golden(TestCase):
+    """What is left of the graph."""
+
+    maxDiff = None
+
+    def cpu(self, name: str, dynamic: bool | None = None) -> Callable[[str], None]:
+        module, args = made(name)
+        found = rewritten(module, *args, dynamic=dynamic)
+        self.assertEqual([site.reason for site in found.report.sites], [None])
+        return lambda expected: self.assertExpectedInline(found.after + "\n", expected, skip=1)
+
+    def test_bmm(self) -> None:
+        self.cpu("bmm")("""\
+%0: uint8[3, 48, 32] = placeholder
+%1: bfloat16[3, 48, 2] = placeholder
+%2: bfloat16[3, 8, 64] = placeholder
+%3: uint8[3, 48, 32] = placeholder packed_int4pack
+%4: bfloat16[3, 2, 48, 2] = placeholder packed_int4pack_scales
+%5: bfloat16[3, 8, 48] = qinductor.dequant_bmm.default(%2, [%3, %4])
+    weight.codes=int4 weight.n=48 weight.k=64 weight.bn=1 weight.bk=32 weight.arithmetic=q*s
+      weight.scale=bfloat16 weight.zero=None weight.inner=bfloat16 weight.compute=bfloat16
+      weight.dtype=bfloat16 x=bfloat16 out=bfloat16 output_scale=None bias=False experts=3
+    aten.int4pack_mm
+output [%5]
+""")
+
+    def test_bmm_dynamic(self) -> None:
+        self.cpu("bmm", dynamic=True)("""\
+%0: uint8[3, 48, 32] = placeholder
+%1: bfloat16[3, 48, 2] = placeholder
+%2: s0 = placeholder
+%3: bfloat16[3, s0, 64] = placeholder
+%4: uint8[3, 48, 32] = placeholder packed_int4pack
+%5: bfloat16[3, 2, 48, 2] = placeholder packed_int4pack_scales
+%6: int8[3, 24, 64] = placeholder packed_halves
+%7: bfloat16[3, 48, 2] = placeholder packed_scale
+%8: bfloat16[3, s0, 48] = qinductor.dequant_bmm.default(%3, [%4, %5, %6, %7])
+    weight.codes=int4 weight.n=48 weight.k=64 weight.bn=1 weight.bk=32 weight.arithmetic=q*s
+      weight.scale=bfloat16 weight.zero=None weight.inner=bfloat16 weight.compute=bfloat16
+      weight.dtype=bfloat16 x=bfloat16 out=bfloat16 output_scale=None bias=False experts=3
+    aten.int4pack_mm, onednn.dequant_strips
+output [%8]
+""")
+
+    def test_einsum(self) -> None:
+        self.cpu("einsum")("""\
+%0: float8_e4m3fn[3, 48, 64] = placeholder
+%1: bfloat16[3, 48] = placeholder
+%2: bfloat16[3, 8, 64] = placeholder
+%3: float8_e4m3fn[3, 48, 64] = placeholder packed_codes
+%4: bfloat16[3, 48, 1] = placeholder packed_scale
+%5: bfloat16[3, 8, 64, 1] = aten.unsqueeze.default(%2, 3)
+%6: bfloat16[3, 1, 8, 64] = aten.permute.default(%5, [0, 3, 1, 2])
+%7: bfloat16[3, 64, 8, 1] = aten.permute.default(%6, [0, 3, 2, 1])
+%8: bfloat16[3, 64, 8] = aten.view.default(%7, [3, 64, 8])
+%9: bfloat16[3, 8, 64] = aten.permute.default(%8, [0, 2, 1])
+%10: bfloat16[3, 8, 48] = qinductor.dequant_bmm.default(%9, [%3, %4])
+    weight.codes=float8_e4m3fn weight.n=48 weight.k=64 weight.bn=1 weight.bk=64
+      weight.arithmetic=q*s weight.scale=bfloat16 weight.zero=None weight.inner=bfloat16
+      weight.compute=bfloat16 weight.dtype=bfloat16 x=bfloat16 out=bfloat16 output_scale=None
+      bias=False experts=3
+    onednn.dequant_strips
+%11: bfloat16[3, 48, 8] = aten.permute.default(%10, [0, 2, 1])
+%12: bfloat16[3, 48, 8] = aten.clone.default(%11, memory_format=torch.contiguous_format)
+%13: bfloat16[3, 48, 1, 8] = aten.view.default(%12, [3, 48, 1, 8])
+%14: bfloat16[3, 48, 8, 1] = aten.permute.default(%13, [0, 1, 3, 2])
+%15: bfloat16[3, 48, 8] = aten.view.default(%14, [3, 48, 8])
+output [%15]
+""")
+
+    def test_baddbmm(self) -> None:
+        self.cpu("baddbmm")("""\
+%0: bfloat16[3, 1, 48] = placeholder
+%1: float8_e4m3fn[3, 48, 64] = placeholder
+%2: bfloat16[3, 48] = placeholder
+%3: bfloat16[3, 8, 64] = placeholder
+%4: float8_e4m3fn[3, 48, 64] = placeholder packed_codes
+%5: bfloat16[3, 48, 1] = placeholder packed_scale
+%6: bfloat16[3, 48] = placeholder packed_bias
+%7: bfloat16[3, 8, 48] = qinductor.dequant_bmm.default(%3, [%4, %5, %6])
+    weight.codes=float8_e4m3fn weight.n=48 weight.k=64 weight.bn=1 weight.bk=64
+      weight.arithmetic=q*s weight.scale=bfloat16 weight.zero=None weight.inner=bfloat16
+      weight.compute=bfloat16 weight.dtype=bfloat16 x=bfloat16 out=bfloat16 output_scale=None
+      bias=True experts=3
+    onednn.dequant_strips
+output [%7]
+""")
+
+    def test_grouped_mm(self) -> None:
+        self.cpu("grouped_mm")("""\
+%0: uint8[3, 48, 32] = placeholder
+%1: bfloat16[3, 48, 2] = placeholder
+%2: bfloat16[8, 64] = placeholder
+%3: int32[3] = placeholder
+%4: uint8[3, 48, 32] = placeholder packed_int4pack
+%5: bfloat16[3, 2, 48, 2] = placeholder packed_int4pack_scales
+%6: int8[3, 24, 64] = placeholder packed_halves
+%7: bfloat16[3, 48, 2] = placeholder packed_scale
+%8: bfloat16[8, 48] = qinductor.dequant_grouped_matmul.default(%2, %3, [%4, %5, %6, %7])
+    weight.codes=int4 weight.n=48 weight.k=64 weight.bn=1 weight.bk=32 weight.arithmetic=q*s
+      weight.scale=bfloat16 weight.zero=None weight.inner=bfloat16 weight.compute=bfloat16
+      weight.dtype=bfloat16 x=bfloat16 out=bfloat16 output_scale=None bias=False experts=3
+    aten.int4pack_mm, onednn.dequant_strips
+output [%8]
+""")
+
+    def test_grouped_mm_dynamic(self) -> None:
+        self.cpu("grouped_mm", dynamic=True)("""\
+%0: uint8[3, 48, 32] = placeholder
+%1: bfloat16[3, 48, 2] = placeholder
+%2: s0 = placeholder
+%3: bfloat16[s0, 64] = placeholder
+%4: int32[3] = placeholder
+%5: uint8[3, 48, 32] = placeholder packed_int4pack
+%6: bfloat16[3, 2, 48, 2] = placeholder packed_int4pack_scales
+%7: int8[3, 24, 64] = placeholder packed_halves
+%8: bfloat16[3, 48, 2] = placeholder packed_scale
+%9: bfloat16[s0, 48] = qinductor.dequant_grouped_matmul.default(%3, %4, [%5, %6, %7, %8])
+    weight.codes=int4 weight.n=48 weight.k=64 weight.bn=1 weight.bk=32 weight.arithmetic=q*s
+      weight.scale=bfloat16 weight.zero=None weight.inner=bfloat16 weight.compute=bfloat16
+      weight.dtype=bfloat16 x=bfloat16 out=bfloat16 output_scale=None bias=False experts=3
+    aten.int4pack_mm, onednn.dequant_strips
+output [%9]
+""")
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", FORMS)
+def test_experts_are_as_accurate_as_eager(name, dynamic):
+    module, args = made(name, 256)
+    holder = module()
+    torch._dynamo.reset()
+    with torch.no_grad():
+        ours = torch.compile(holder, backend="qinductor", dynamic=dynamic)(*args)
+        eager, w = holder(*args), holder.dequantise(holder)
+    assert qinductor.last_report().lowered == 1
+    x = args[0]
+    if len(args) == 1:
+        if name == "einsum":
+            ours, eager = ours.mT, eager.mT
+        for expert in range(E):
+            bias = holder.bias[expert, 0] if name == "baddbmm" else None
+            product_oracle(ours[expert], eager[expert], x[expert], w[expert], bias)
+        return
+    start = 0
+    for expert, end in enumerate(args[1].tolist()):
+        if end > start:
+            rows = slice(start, end)
+            product_oracle(ours[rows], eager[rows], x[rows], w[expert])
+        start = end
+    assert start == len(x)

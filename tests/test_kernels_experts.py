@@ -1,0 +1,212 @@
+"""Products of experts: each expert's rows are what the plain product makes of them."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import qinductor
+from qinductor.contracts import QuantizedWeight, dequantize, difference, split
+from qinductor.errors import Refused
+from qinductor.kernels.dequant_matmul import DEQUANT_MATMUL, Case, DequantMatmul, Operands, case
+from qinductor.kernels.dequant_matmul_experts import CASES
+from qinductor.op import INFINITE, M, Plan, single
+from qinductor.testing import OUTPUTS, product_oracle
+
+qinductor.load()
+BF16, FP32 = torch.bfloat16, torch.float32
+named = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+ops = torch.ops.qinductor
+
+
+def prepared(chosen: Case, plan: Plan | None = None) -> tuple[list[Operands], Plan, list[Any]]:
+    """(operands of each expert, plan, packed tensors)."""
+    contract = chosen.contract
+    plan = plan or DEQUANT_MATMUL.plan(contract, "cpu", None)
+    sources = [chosen.make(expert)[1] for expert in range(contract.experts)]
+    packed = plan.pack(DEQUANT_MATMUL, contract, sources)
+    return sources, plan, [packed[name] for name in plan.operands(DEQUANT_MATMUL, contract)]
+
+
+def alone(
+    contract: DequantMatmul, plan: Plan, tensors: Sequence[torch.Tensor], expert: int, x: Any
+) -> torch.Tensor:
+    """What the plain product makes of these rows."""
+    one = [tensor[expert] for tensor in tensors]
+    return ops.dequant_matmul(x, one, str(single(contract)[0]), str(plan))
+
+
+def rows(contract: DequantMatmul, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, contract.weight.k).to(contract.x)
+
+
+@named
+def test_bmm_is_each_experts_own_product(case):
+    contract = case.contract
+    sources, plan, tensors = prepared(case)
+    e, n = contract.experts, contract.weight.n
+    borders = {m for limit, _ in plan.steps for m in (limit, limit + 1) if m < INFINITE}
+    for m in sorted({0, 1, case.m} | borders):
+        x = rows(contract, e, m)
+        out = ops.dequant_bmm(x, tensors, str(contract), str(plan))
+        assert out.shape == (e, m, n) and out.dtype == contract.out and out.is_contiguous()
+        for i in range(e):
+            assert not difference(out[i], alone(contract, plan, tensors, i, x[i]))
+    x = rows(contract, e, -(-OUTPUTS // n))
+    out = ops.dequant_bmm(x.mT.contiguous().mT, tensors, str(contract), str(plan))
+    for i, source in enumerate(sources):
+        w = dequantize(source.weight)
+        bias, scale = source.bias, source.output_scale
+        eager = torch.nn.functional.linear(x[i], w, bias if scale is None else None)
+        if scale is not None:
+            eager = eager * scale if bias is None else eager * scale + bias
+        product_oracle(out[i], eager, x[i], w, bias, scale)
+
+
+@named
+@pytest.mark.parametrize("sizes", [(3, 5, 2, 7), (0, 4, 0, 1), (9, 0, 0, 0), (0, 0, 0, 0)])
+@pytest.mark.parametrize("past", [0, 3])
+def test_grouped_is_each_groups_own_product(case, sizes, past):
+    contract = case.contract
+    _, plan, tensors = prepared(case)
+    sizes = sizes[: contract.experts]
+    ends = torch.tensor(sizes).cumsum(0).int()
+    x = rows(contract, sum(sizes) + past)
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fresh memory is NaN
+    try:
+        out = ops.dequant_grouped_matmul(x, ends, tensors, str(contract), str(plan))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert out.shape == (len(x), contract.weight.n) and out.dtype == contract.out
+    assert out.is_contiguous() and not out[sum(sizes) :].any()
+    parts = zip(out[: sum(sizes)].split(sizes), x[: sum(sizes)].split(sizes), strict=True)
+    for i, (ours, part) in enumerate(parts):
+        assert not difference(ours, alone(contract, plan, tensors, i, part))
+
+
+def test_grouped_is_atens_product():
+    """Where aten has one: no bias, rows of a multiple of 16 bytes."""
+    contract = CASES[0].contract
+    sources, plan, tensors = prepared(CASES[0])
+    ends = torch.tensor([40, 40, 90, 128], dtype=torch.int32)
+    x = rows(contract, 128)
+    w = torch.stack([dequantize(source.weight) for source in sources])
+    eager = torch._grouped_mm(x, w.mT, offs=ends)
+    ours = ops.dequant_grouped_matmul(x, ends, tensors, str(contract), str(plan))
+    assert ours.stride() == eager.stride()
+    for i, span in ((0, slice(0, 40)), (2, slice(40, 90)), (3, slice(90, 128))):
+        held = x[span].repeat(2, 1)
+        pairs = ours[span].repeat(2, 1), eager[span].repeat(2, 1)
+        product_oracle(*pairs, held, w[i])
+
+
+@pytest.mark.parametrize("ends", [[2, 9], [5, 2], [-1, 3], [0, 0]])
+def test_offsets_that_are_wrong_leave_no_memory_unwritten(ends):
+    contract = CASES[2].contract
+    _, plan, tensors = prepared(CASES[2])
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        offsets = torch.tensor(ends, dtype=torch.int32)
+        x = rows(contract, 6)
+        out = ops.dequant_grouped_matmul(x, offsets, tensors, str(contract), str(plan))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert out.isfinite().all()
+
+
+@named
+def test_compiled_with_dynamic_sizes(case):
+    contract = case.contract
+    _, plan, tensors = prepared(case)
+    texts = str(contract), str(plan)
+
+    @torch.compile(fullgraph=True, dynamic=True)
+    def both(x: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        flat = ops.dequant_grouped_matmul(x.flatten(0, 1), ends, tensors, *texts)
+        return ops.dequant_bmm(x, tensors, *texts).mT, flat.relu()
+
+    e = contract.experts
+    for m in (5, 3):
+        x, ends = rows(contract, e, m), torch.arange(1, e + 1).int() * m
+        batched, flat = both(x, ends)
+        want = ops.dequant_bmm(x, tensors, *texts)
+        assert not difference(batched.mT, want)
+        assert not difference(flat, want.flatten(0, 1).relu())
+
+
+# Plans ----------------------------------------------------------------------------------------
+
+
+def test_packed_tensors_are_stacked_and_each_experts_own_rows_choose():
+    contract = CASES[0].contract
+    sources, plan, tensors = prepared(CASES[0])
+    names = [name for _, name in plan.steps]
+    assert names == ["aten.int4pack_mm", "onednn.dequant_strips"]
+    operands = plan.operands(DEQUANT_MATMUL, contract)
+    one, experts = single(contract)
+    assert experts == 4 and one == dataclasses.replace(contract, experts=0)
+    for i, source in enumerate(sources):
+        packed = plan.pack(DEQUANT_MATMUL, one, source)
+        for tensor, (name, (shape, _)) in zip(tensors, operands.items(), strict=True):
+            assert shape == (4, *packed[name].shape)
+            assert not difference(tensor[i], packed[name])
+    with pytest.raises(ValueError, match="dequant_matmul has 4 experts; got 3 weights"):
+        plan.pack(DEQUANT_MATMUL, contract, sources[:3])
+
+
+def test_rows_beyond_the_plan_are_an_error():
+    contract, plan = CASES[0].contract, Plan(((5, "aten.int4pack_mm"),))
+    _, _, tensors = prepared(CASES[0], plan)
+    with pytest.raises(RuntimeError, match=r"expert 0: .* has no provider for M = 6"):
+        ops.dequant_bmm(rows(contract, 4, 6), tensors, str(contract), str(plan))
+
+
+def test_no_experts_on_cuda_yet():
+    with pytest.raises(Refused, match="there are 4 experts; it takes one weight"):
+        DEQUANT_MATMUL.plan(CASES[0].contract, "sm_90", 4)
+
+
+def test_cost_reads_every_expert():
+    contract = CASES[0].contract
+    one, experts = single(contract)
+    ours, alone = (DEQUANT_MATMUL.cost(c) for c in (contract, one))
+    assert ours["bytes"].subs(M, 0) == experts * alone["bytes"].subs(M, 0)
+    assert ours["flops"] == alone["flops"]  # M counts the rows of all
+
+
+# Flattened weights ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bn", [1, 4, 8, 16, 24, 48])
+@pytest.mark.parametrize("permuted", [False, True])
+def test_split_gives_each_expert_its_rows(bn, permuted):
+    form = case(
+        "int4", 1, 48, 32, bn, 16, BF16, arithmetic="(q-z)*s*t", zero=torch.int8, outer=FP32,
+        permuted=permuted,
+    )  # fmt: skip
+    weight = form.make()[1].weight
+    whole = dequantize(weight)
+    parts = split(weight, 6)
+    assert len(parts) == 6 and len({part.format for part in parts}) == 1
+    assert (parts[0].format.n, parts[0].format.bn) == (8, min(bn, 8))
+    for i, part in enumerate(parts):
+        assert part.codes.shape == (8, 32) and part.scale.shape == part.format.grid
+        assert not difference(dequantize(part), whole[8 * i : 8 * i + 8])
+
+
+def test_split_of_a_ragged_shared_block():
+    weight = case("int8", 1, 40, 32, 16, 32).make()[1].weight
+    for i, part in enumerate(split(weight, 5)):
+        assert not difference(dequantize(part), dequantize(weight)[8 * i : 8 * i + 8])
+
+
+@pytest.mark.parametrize("bn", [3, 5, 12, 32])
+def test_split_refuses_blocks_that_cut_across_experts(bn):
+    weight: QuantizedWeight = case("int8", 1, 48, 32, bn, 32).make()[1].weight
+    if 48 // 6 % bn and bn % 8:
+        with pytest.raises(Refused, match=f"blocks of {bn} rows must divide the 8 rows of an exp"):
+            split(weight, 6)
+    with pytest.raises(Refused, match="W has 48 rows; 5 experts need a multiple of 5"):
+        split(weight, 5)
