@@ -104,9 +104,8 @@ def located(
     for place in range(max(1, math.ceil(math.log(held.numel(), base)))):
         fill = ((flat >> bits * place & base - 1) + offset).to(held.dtype)
         read = digit({node: fill}).round()
-        if not ((read >= 0) & (read < base)).all():
-            raise Refused(f"the entries of {describe(node)} cannot be told apart in W")
-        index += read.long() << bits * place
+        wrong = ~((read >= 0) & (read < base))
+        index += torch.where(wrong, held.numel(), read).long() << bits * place
     if (index >= held.numel()).any():
         raise Refused(f"the entries of {describe(node)} cannot be told apart in W")
     shape = tuple(int(size) for size in node.meta["val"].shape)

@@ -14,6 +14,7 @@ from probing import (
     NK,
     Function,
     fp8,
+    gptq,
     grouped,
     int8,
     ints,
@@ -22,6 +23,7 @@ from probing import (
     rand,
     stream,
     unstreamed,
+    words32,
     zeros,
 )
 from torch.nn.functional import embedding
@@ -81,6 +83,11 @@ def gptq3(words: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 def gptq3_words(n: int, k: int) -> torch.Tensor:
     return stream(ints(n, k, high=8), 3, I32).t().contiguous()
+
+
+def shuffled(k: int) -> torch.Tensor:
+    """The group of each column, in no order."""
+    return torch.randperm(k, generator=torch.Generator().manual_seed(k)) // 32
 
 
 def awq(words: torch.Tensor, zero: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -410,6 +417,11 @@ FORMATS: dict[str, Format] = {
     "gptq of three bits": Format(
         gptq3, lambda n, k: [gptq3_words(n, k), rand(k // 32, n, dtype=FP16)],
         "int3 group-32 q*s fp16 None fp16 fp16", KN),
+    "gptq with act-order": Format(
+        gptq,
+        lambda n, k: [words32(k // 8, n), words32(k // 32, n // 8), rand(k // 32, n, dtype=FP16),
+                      shuffled(k)],
+        "uint4 group-32 (q-z)*s fp16 int32 fp16 fp16 permuted", KN),
     "awq": Format(
         awq, lambda n, k: [ints(k, n // 8), ints(k // 32, n // 8), rand(k // 32, n, dtype=FP16)],
         "uint4 group-32 (q-z)*s fp16 int64 fp16 fp16", KN),

@@ -51,6 +51,12 @@ def with_value(scale: torch.Tensor, value: float) -> torch.Tensor:
     return scale
 
 
+def products_below(q: torch.Tensor, p: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+    """Codes in the first rows, products of two in the others."""
+    rows = len(q) - len(p)
+    return torch.cat([q[:rows].float(), (q[rows:].int() * p.int()).float()]) * s
+
+
 UNEVEN = torch.tensor([0] * 32 + [1] * 16 + [2] * 48)
 # name: (f, its leaves, what the reason must match)
 REFUSED: dict[str, tuple[Any, list[torch.Tensor], str]] = {
@@ -207,6 +213,11 @@ REFUSED: dict[str, tuple[Any, list[torch.Tensor], str]] = {
         lambda q, s: q.float() * s,
         [ints(64, 96, high=1 << 16, dtype=torch.int32), rand(64, 1, dtype=FP32)],
         r"under unit scales W takes \d+ values and more; codes of 8 bits have at most 256",
+    ),
+    "other rows below": (
+        products_below,
+        [int8(1024, 32), int8(512, 32), rand(1024, 1, dtype=FP32)],
+        r"under unit scales W takes \d+ values and more; codes have at most 256",
     ),
     "rounded in between": (
         lambda q, s: (q.float() * s).half().bfloat16(),
