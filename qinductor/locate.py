@@ -52,12 +52,15 @@ class Parameter:
     order: torch.Tensor | None = None
 
     def gather(self, value: torch.Tensor, n: int, expert: int) -> torch.Tensor:
-        """The grid [ceil(n / bn), ceil(k / bk)] of an expert's entries, in `dtype`."""
+        """The grid [ceil(n / bn), ceil(k / bk)] of an expert's entries, in `dtype`; int16 for wider
+        integers that it holds."""
         at = self.base + torch.arange(-(-n // self.bn))[:, None] * self.step + expert * self.jump
         entries = value.reshape(-1)[at.to(value.device)]
         if self.how == "^":
             entries = torch.exp2(entries.double())
-        entries = entries.to(self.dtype)
+        narrow = value.to(torch.int16) if self.dtype in (torch.int32, torch.int64) else None
+        fits = narrow is not None and torch.equal(narrow.to(self.dtype), value.to(self.dtype))
+        entries = entries.to(torch.int16 if fits else self.dtype)
         if self.sign != 1 and entries.dtype.itemsize == 1:  # -z of uint8 would wrap
             entries = entries.to(torch.bfloat16 if entries.is_floating_point() else torch.int16)
         return entries * self.sign if self.sign != 1 else entries

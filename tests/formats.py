@@ -421,10 +421,10 @@ FORMATS: dict[str, Format] = {
         gptq,
         lambda n, k: [words32(k // 8, n), words32(k // 32, n // 8), rand(k // 32, n, dtype=FP16),
                       shuffled(k)],
-        "uint4 group-32 (q-z)*s fp16 int32 fp16 fp16 permuted", KN),
+        "uint4 group-32 (q-z)*s fp16 int16 fp16 fp16 permuted", KN),
     "awq": Format(
         awq, lambda n, k: [ints(k, n // 8), ints(k // 32, n // 8), rand(k // 32, n, dtype=FP16)],
-        "uint4 group-32 (q-z)*s fp16 int64 fp16 fp16", KN),
+        "uint4 group-32 (q-z)*s fp16 int16 fp16 fp16", KN),
     "five bits in two tensors": Format(
         half_planes, lambda n, k: [bytes_(n, k // 2), bytes_(n, k // 8), rand(n, k // 32)],
         f"uint5 {GROUPS}"),
@@ -533,7 +533,7 @@ FORMATS: dict[str, Format] = {
         "int4 group-32 q*s fp32 None fp32 fp32"),
     "shifted ones": Format(
         shifted_ones, lambda n, k: [int8(n, k), ints(n, k // 32, high=12, dtype=U8)],
-        "int8 group-32 q*s int32 None bf16 bf16"),
+        "int8 group-32 q*s int16 None bf16 bf16"),
     "codes that are powers": Format(
         power_codes, lambda n, k: [ints(n, k, high=16, dtype=U8), rand(n, k // 32, dtype=FP32)],
         "table4 group-32 q*s fp32 None fp32 fp32 table=fp32"),

@@ -144,11 +144,11 @@ output [%22]
 %4: int64[96] = placeholder
 %5: int8[32, 96] = placeholder packed_halves
 %6: float16[64, 3] = placeholder packed_scale
-%7: int32[64, 3] = placeholder packed_zero
+%7: int16[64, 3] = placeholder packed_zero
 %8: int64[96] = placeholder packed_order
 %9: float16[8, 64] = qinductor.dequant_matmul.default(%0, [%5, %6, %7, %8])
     weight.codes=uint4 weight.n=64 weight.k=96 weight.bn=1 weight.bk=32
-      weight.arithmetic=(q-z)*s weight.scale=float16 weight.zero=int32 weight.inner=float16
+      weight.arithmetic=(q-z)*s weight.scale=float16 weight.zero=int16 weight.inner=float16
       weight.compute=float16 weight.dtype=float16 weight.permuted=True x=float16 out=float16
       output_scale=None bias=False
     onednn.dequant_strips
@@ -199,10 +199,10 @@ output [%31]
 %3: float16[3, 64] = placeholder
 %4: int8[32, 96] = placeholder packed_halves
 %5: float16[64, 3] = placeholder packed_scale
-%6: int64[64, 3] = placeholder packed_zero
+%6: int16[64, 3] = placeholder packed_zero
 %7: float16[8, 64] = qinductor.dequant_matmul.default(%0, [%4, %5, %6])
     weight.codes=uint4 weight.n=64 weight.k=96 weight.bn=1 weight.bk=32
-      weight.arithmetic=(q-z)*s weight.scale=float16 weight.zero=int64 weight.inner=float16
+      weight.arithmetic=(q-z)*s weight.scale=float16 weight.zero=int16 weight.inner=float16
       weight.compute=float16 weight.dtype=float16 x=float16 out=float16 output_scale=None
       bias=False
     onednn.dequant_strips
