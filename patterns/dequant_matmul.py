@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch.fx import Graph, Node
 
-from qinductor.contracts import QuantizedWeight, short, split
+from qinductor.contracts import QuantizedWeight, short
 from qinductor.errors import Refused
 from qinductor.identify import Structure, identify
 from qinductor.kernels.dequant_matmul import DEQUANT_MATMUL, DequantMatmul, Operands
@@ -82,8 +82,7 @@ class Parts:
             weights = [operands.weight for operands in known]
         else:
             assert structure is not None
-            weight = read(self.weight, structure, tensors[:start])
-            weights = [weight] if self.weight.axes.expert is None else split(weight, experts)
+            weights = read(self.weight, structure, tensors[:start])
         vectors = []
         for region in (self.bias, self.output_scale):
             value = None
@@ -206,6 +205,7 @@ def _parts(product: Product, scope: Scope) -> tuple[Parts, tuple[tuple[Node, Nod
             f"the weight must be made of codes alone; {products[0].name} ({products[0].target}) "
             "is computed into it"
         )
+    region = extract(weight, order, scope, product.axes)
     elements = weight.meta["val"].numel()
     if not any(n.op != "call_function" and holds_codes(n, elements) for n in order):
         held = ", ".join(describe(n) for n in order if n.op == "placeholder")
@@ -214,7 +214,6 @@ def _parts(product: Product, scope: Scope) -> tuple[Parts, tuple[tuple[Node, Nod
     if value.dtype not in FLOATS:
         raise Refused(f"x must be bf16, fp16 or fp32; it is {short(value.dtype)}")
     _check_other_users(product.node, order, elements)
-    region = extract(weight, order, scope, product.axes)
     if region.device != value.device:
         raise Refused(f"weight and x must be on one device; {region.device} and {value.device}")
     bias = None if product.bias is None else _bias(product, scope)

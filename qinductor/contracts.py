@@ -12,8 +12,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from qinductor.errors import Refused
-
 T = TypeVar("T")
 
 FLOAT_CODES: dict[str, torch.dtype] = {
@@ -236,23 +234,6 @@ class QuantizedWeight:
             zero=grids[1],
             outer=None if self.outer is None else self.outer[start : start + count],
         )
-
-
-def split(weight: QuantizedWeight, experts: int) -> list[QuantizedWeight]:
-    """The weights of experts that lie one under the other in W[experts * N, K]: all of one format.
-
-    A block of rows may lie in one expert, or cover several whole ones, which then share its scale.
-    Refused where blocks and experts cut across each other.
-    """
-    form = weight.format
-    n, rest = divmod(form.n, experts)
-    if rest:
-        raise Refused(f"W has {form.n} rows; {experts} experts need a multiple of {experts}")
-    if n % form.bn and form.bn % n:
-        raise Refused(
-            f"blocks of {form.bn} rows must divide the {n} rows of an expert or cover whole ones"
-        )
-    return [weight.rows(expert * n, n) for expert in range(experts)]
 
 
 def dequantize(weight: QuantizedWeight) -> torch.Tensor:

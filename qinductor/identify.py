@@ -53,7 +53,7 @@ def identify(region: Region, leaves: Sequence[torch.Tensor]) -> Structure:
     """The structure of a region, or Refused with the reason of its likeliest code tensor."""
     holders = sorted(
         (*region.inputs, *region.constants),
-        key=lambda n: -n.meta["val"].numel() * n.meta["val"].itemsize,
+        key=lambda n: (n.meta["val"].dtype is torch.bool, -n.meta["val"].nbytes),  # or a mask
     )
     found = list(dict.fromkeys(code for node in holders for code in _codes_in(node, region)))
     if not found:
@@ -151,24 +151,28 @@ def _roles(reduced: Reduced, probe: Prober) -> tuple[list[tuple[Node, str]], Nod
             zeros.remove(node)
     scales: list[tuple[Node, str]] = []
     for node in (n for n in whole if n not in zeros):
-        one, three = (_with(probe, node, value, len(start)) for value in (1, 3))
-        if one is None or three is None:
+        given = probe.like(node, 1), probe.mixed(node, 3)
+        one, more = (_with(probe, node, value, len(start)) for value in given)
+        if one is None or more is None:
             continue  # an index, which keeps its real value
-        slope = _steps(three, start) / _steps(one, start)
-        scales.extend((node, how) for how, factor in (("*", 3), ("^", 4)) if _near(slope, factor))
-    probe.given.update({n: probe.like(n, _neutral(how)) for n, how in scales})
+        slope = _steps(more, start) / _steps(one, start)
+        kinds = {"*": (3, 4), "^": (4, 8)}  # neither, if W takes several entries at one place
+        scales.extend((node, how) for how, factors in kinds.items() if _near(slope, *factors))
+    probe.given.update({n: probe.like(n, how != "^") for n, how in scales})
     if scales:
         start = [probe(fill, {}) for fill in probe.fills[: len(start)]]
+        others = {*whole} - {*zeros, *(n for n, _ in scales)}
+        zeros += [n for n in whole if n in others and _counts(probe, n, start)]
     for node in floats:
-        values = _with(probe, node, 2, len(start)) or start
+        values = _with(probe, node, probe.like(node, 2), len(start)) or start
         slope = _steps(values, start) / _steps(start, start)
         if _near(slope, 2) or _near(slope, 0.5):
             scales.append((node, "*" if _near(slope, 2) else "/"))
         elif not _near(slope, 1):
-            odd = slope[(slope - 1).abs() > NEAR].flatten()
+            odd = slope[~_each_near(slope, 0.5, 1, 2)].unique().tolist() or slope.unique().tolist()
             raise Refused(
                 f"doubling {describe(node)} must double, halve or keep W's step from code to code; "
-                f"it makes it {float(odd[0]):g} times as large"
+                f"it makes it {' and '.join(f'{v:g}' for v in odd[:3])} times as large"
             )
         elif values[0].ne(start[0]).any():
             zeros.append(node)
@@ -181,27 +185,25 @@ def _roles(reduced: Reduced, probe: Prober) -> tuple[list[tuple[Node, str]], Nod
     return scales, next(iter(zeros), None)
 
 
-def _neutral(how: str) -> int:
-    """The value of a scale that leaves W as it is."""
-    return 0 if how == "^" else 1
-
-
 def _apart(probe: Prober, given: dict[Node, torch.Tensor]) -> list[torch.Tensor]:
     """W for the first fills, sorted such that these tell all elements' codes apart."""
     start = probe.settle(given)
     if not probe.parameters:
         _check_distinct(probe.density([]), start)
+    own, usual = len(start), probe.fills
     if not told_apart(start):
-        probe.fills += probe.spare
-        start = probe.settle({})
-    apart = told_apart(start)
+        probe.fills = probe.spare
+        start += probe.settle({})
+        probe.fills = usual + probe.fills
+    # Smallest first: what a zero adds is lost beside large values in 16 bits.
+    apart = sorted(told_apart(start), key=lambda i: float(start[i].abs().max()))
     if not apart:
         n, k = torch.stack([start[0] == other for other in start]).all(0).nonzero()[0].tolist()
         raise Refused(
             f"W must depend on its codes everywhere; W[{n},{k}] is {float(start[0][n, k]):g} for "
             "all that were tried"
         )
-    others = [i for i in range(len(start)) if i not in apart]
+    others = [i for i in range(own) if i not in apart]
     probe.fills = [probe.fills[i] for i in [*apart, *others]]
     return [start[i] for i in apart]
 
@@ -218,10 +220,10 @@ def _check_distinct(density: float, levels: Sequence[torch.Tensor]) -> None:
             )
 
 
-def _with(probe: Prober, node: Node, value: float, fills: int) -> list[torch.Tensor] | None:
+def _with(probe: Prober, node: Node, value: torch.Tensor, fills: int) -> list[torch.Tensor] | None:
     """W for the first fills with one parameter at a value; None if the region does not take it."""
     try:
-        return [probe(fill, {node: probe.like(node, value)}) for fill in probe.fills[:fills]]
+        return [probe(fill, {node: value}) for fill in probe.fills[:fills]]
     except (RuntimeError, IndexError):
         return None
 
@@ -234,12 +236,16 @@ def _steps(values: Sequence[torch.Tensor], start: Sequence[torch.Tensor]) -> tor
     return step
 
 
-def _near(slope: torch.Tensor, factor: float) -> bool:
-    return bool(((slope / factor - 1).abs() < NEAR).all())
+def _each_near(slope: torch.Tensor, *factors: float) -> torch.Tensor:
+    return torch.stack([(slope / factor - 1).abs() < NEAR for factor in factors]).any(0)
+
+
+def _near(slope: torch.Tensor, *factors: float) -> bool:
+    return bool(_each_near(slope, *factors).all())
 
 
 def _counts(probe: Prober, node: Node, start: Sequence[torch.Tensor]) -> bool:
-    """Whether adding to an integer parameter moves W, by the same everywhere and for all codes."""
+    """Whether adding to an integer parameter moves W, each place by one entry and for all codes."""
     held = probe.values[node]
     if held.numel() and int(held.max()) > torch.iinfo(held.dtype).max - 2:
         held = held.clamp(max=torch.iinfo(held.dtype).max - 2)
@@ -247,9 +253,10 @@ def _counts(probe: Prober, node: Node, start: Sequence[torch.Tensor]) -> bool:
     try:
         one = probe(probe.fills[0], {node: held + 1}) - start[0]
         first = one.flatten()[0]
-        if first == 0 or (one != first).any():
+        if not _near(one / first, 1):
             return False
-        return bool((probe(probe.fills[1], {node: held + 2}) - start[1] == 2 * first).all())
+        move = probe(probe.fills[1], {node: held + probe.mixed(node, 1)}) - start[1]
+        return _near(move / first, 1, 2)
     except (RuntimeError, IndexError):  # an index keeps its real value
         return False
 
@@ -263,12 +270,13 @@ def _unit(probe: Prober, zero: Node, scales: Sequence[tuple[Node, str]]) -> tupl
         fill = probe.fills[0]
         start, end = (probe(fill, {**given, zero: probe.like(zero, z)}) for z in (0, 1))
         move = (end - start).flatten()
-        if (move != move[0]).any():
+        if ((move - move[0]).abs() > NEAR).any():
             raise Refused(
                 "a zero of 1 must move W by the same everywhere; it moves by "
                 f"{[float(v) for v in move.unique()[:3]]}"
             )
-        moves.append(float(move[0]))
+        first = float(move[0])
+        moves.append(round(first) if abs(first - round(first)) < NEAR else first)
     if abs(moves[0]) != 1:
         raise Refused(f"a zero of 1 must move W by 1 where the scale is 1; it moves by {moves[0]}")
     inside = moves[1] == moves[0] * 2 ** len(scales)

@@ -15,10 +15,8 @@ from torch.fx import Node
 
 from qinductor.errors import Refused
 from qinductor.probe import Prober, Reduced
-from qinductor.regions import FLOAT8, FLOATS, INTEGER, describe
+from qinductor.regions import FLOAT8, FLOATS, INTEGER, Region, describe
 from qinductor.rows import Demand
-
-FEW = 32  # entries of an integer tensor that may be a table of shifts
 
 
 class MoreRows(Exception):
@@ -33,7 +31,9 @@ class Parameter:
     dtype     narrowest dtype that the region converts it to
     shape     of the whole tensor
     bn, bk    block of W that shares an entry
-    step, base  the entry of block (i, j), counted in row-major order, is base[j] + i * step
+    step, base  the entry of block (i, j) of the first expert, counted in row-major order, is
+                base[j] + i * step
+    jump      from an entry to that of the same block of the next expert
     sign      -1 where the region adds what the format subtracts
     how       what a scale does: "*" or "/" of W, or "^": W is multiplied by 2 to its power
     order     position -> column of W, where blocks are of permuted columns; else None
@@ -46,19 +46,20 @@ class Parameter:
     bk: int
     step: int
     base: torch.Tensor
+    jump: int
     sign: int = 1
     how: str = "*"
     order: torch.Tensor | None = None
 
-    def gather(self, value: torch.Tensor, n: int) -> torch.Tensor:
-        """The grid [ceil(n / bn), ceil(k / bk)] of entries, in `dtype`."""
-        at = self.base + torch.arange(-(-n // self.bn))[:, None] * self.step
+    def gather(self, value: torch.Tensor, n: int, expert: int) -> torch.Tensor:
+        """The grid [ceil(n / bn), ceil(k / bk)] of an expert's entries, in `dtype`."""
+        at = self.base + torch.arange(-(-n // self.bn))[:, None] * self.step + expert * self.jump
         entries = value.reshape(-1)[at.to(value.device)]
         if self.how == "^":
             entries = torch.exp2(entries.double())
         entries = entries.to(self.dtype)
-        if self.sign != 1 and entries.dtype in (torch.uint8, torch.int8):
-            entries = entries.to(torch.int16)  # -z of uint8 would wrap
+        if self.sign != 1 and entries.dtype.itemsize == 1:  # -z of uint8 would wrap
+            entries = entries.to(torch.bfloat16 if entries.is_floating_point() else torch.int16)
         return entries * self.sign if self.sign != 1 else entries
 
 
@@ -103,9 +104,8 @@ def located(
     for place in range(max(1, math.ceil(math.log(held.numel(), base)))):
         fill = ((flat >> bits * place & base - 1) + offset).to(held.dtype)
         read = digit({node: fill}).round()
-        if not ((read >= 0) & (read < base)).all():
-            raise Refused(f"the entries of {describe(node)} cannot be told apart in W")
-        index += read.long() << bits * place
+        wrong = ~((read >= 0) & (read < base))
+        index += torch.where(wrong, held.numel(), read).long() << bits * place
     if (index >= held.numel()).any():
         raise Refused(f"the entries of {describe(node)} cannot be told apart in W")
     shape = tuple(int(size) for size in node.meta["val"].shape)
@@ -117,14 +117,19 @@ def located(
         inner = math.prod(held.shape[axis + 1 :])
         at += index // inner % held.shape[axis] * stride
     demand = probe.function.demand.get(node)
-    bn, bk, step, order = _blocks(at, describe(node), probe.rows, region.shape, demand)
+    try:
+        bn, bk, step, jump, order = _blocks(at, describe(node), region, demand)
+    except Refused:
+        if (digit({node: probe.like(node, base - 1 + offset)}).round() != base - 1).any():
+            raise Refused(f"W must be in proportion to {describe(node)}; it is not") from None
+        raise
     dtypes = [d for d in reduced.chains[node] if d.is_floating_point] or [held.dtype]
     narrowest = held.dtype if held.dtype in INTEGER else min(dtypes, key=lambda d: d.itemsize)
     if how == "^":
         narrowest = torch.bfloat16 if region.dtype is torch.bfloat16 else torch.float32
     entries = (at[0] if order is None else at[0, order])[::bk]
     where = region.nodes.index(node)
-    return Parameter(where, narrowest, shape, bn, bk, step, entries, how=how, order=order)
+    return Parameter(where, narrowest, shape, bn, bk, step, entries, jump, how=how, order=order)
 
 
 def is_broadcast(reduced: Reduced, probe: Prober, node: Node) -> bool:
@@ -153,8 +158,8 @@ def _firsts(table: torch.Tensor, axis: int) -> torch.Tensor:
 
 
 def _recomputed(reduced: Reduced, probe: Prober, node: Node) -> list[torch.Tensor]:
-    """The probed part of a parameter for random values of the tensors behind it; indices and tables
-    of shifts keep theirs."""
+    """The probed part of a parameter for random values of the tensors behind it; indices and what
+    is shifted by keep theirs."""
     seeded = torch.Generator().manual_seed(1)
 
     def random(leaf: torch.Tensor) -> torch.Tensor:
@@ -163,7 +168,7 @@ def _recomputed(reduced: Reduced, probe: Prober, node: Node) -> list[torch.Tenso
 
     free = []
     for at, leaf in reduced.leaves.items():
-        if leaf.dtype in (*FLOATS, *FLOAT8) or (leaf.dtype in INTEGER and leaf.numel() > FEW):
+        if leaf.dtype in (*FLOATS, *FLOAT8, *INTEGER) and at not in reduced.amounts:
             with contextlib.suppress(RuntimeError, IndexError):
                 reduced.computed([node], {at: random(leaf)})
                 free.append(at)
@@ -175,10 +180,10 @@ def _recomputed(reduced: Reduced, probe: Prober, node: Node) -> list[torch.Tenso
 
 
 def _blocks(
-    at: torch.Tensor, name: str, rows: int, shape: tuple[int, int], demand: Demand
-) -> tuple[int, int, int, torch.Tensor | None]:
-    """(bn, bk, step, order) of the entries at[n, k]."""
-    n, k = shape
+    at: torch.Tensor, name: str, region: Region, demand: Demand
+) -> tuple[int, int, int, int, torch.Tensor | None]:
+    """(bn, bk, step, jump, order) of the entries at[rows, k], which are whole experts."""
+    n, k = region.shape[0] // region.experts, region.shape[1]
     order, bk = None, _even(at[0])
     if not bk:
         order = at[0].argsort(stable=True)
@@ -189,12 +194,14 @@ def _blocks(
             f"the entries of {name} must serve equally many columns each; "
             f"{len(at[0].unique())} of them are spread over {k} columns"
         )
-    along_n = (at[:, 0] != at[0, 0]).nonzero()
-    if not len(along_n) and rows < n and demand is not None:
+    along_n = (at[:n, 0] != at[0, 0]).nonzero()
+    if not len(along_n) and len(at) < n and demand is not None:
         raise MoreRows
     bn = int(along_n[0]) if len(along_n) else n
     step = int(at[bn, 0] - at[0, 0]) if len(along_n) else 0
-    other = (at != at[0] + (torch.arange(rows) // bn * step)[:, None]).nonzero()
+    jump = int(at[n, 0] - at[0, 0]) if len(at) > n else 0
+    rows = torch.arange(len(at))
+    other = (at != at[0] + (rows % n // bn * step + rows // n * jump)[:, None]).nonzero()
     if len(other):
         row, column = other[0].tolist()
         raise Refused(
@@ -203,7 +210,7 @@ def _blocks(
         )
     if bn == 1 and bk == 1 and n > 1 and k > 1:
         raise Refused(f"{name} has one entry for each element, so it is no scale of a block")
-    return bn, bk, step, order
+    return bn, bk, step, jump, order
 
 
 def _even(entries: torch.Tensor) -> int:

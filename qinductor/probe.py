@@ -11,6 +11,7 @@ from qinductor.errors import Refused
 from qinductor.regions import CASTS, INTEGER, MOVES, Region, aten, evaluate
 from qinductor.rows import Prefix, Rows
 
+SAMPLE = 1 << 16  # elements in which the values of codes are counted
 BUDGET = 40  # evaluations of one region, the two whole ones of `read` included
 # What reads entries of its first argument at the places that another argument names.
 LOOKUPS = {
@@ -18,6 +19,10 @@ LOOKUPS = {
     aten.embedding.default, aten.take.default,
 }  # fmt: skip
 SAMPLE = 1 << 16  # elements in which values are counted
+SHIFTS = {
+    aten.bitwise_right_shift.Tensor, aten.bitwise_left_shift.Tensor,
+    aten.__rshift__.Tensor, aten.__lshift__.Tensor,
+}  # fmt: skip
 COUNTING = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 
 
@@ -33,12 +38,11 @@ class Reduced:
         dependent = descendants(region.nodes, {code})
         self.region, self.code = region, code
         self.leaves = dict(zip(region.inputs, leaves, strict=True))
-        # One number, or integers, that the graph itself holds are part of the arithmetic.
-        held = descendants(region.nodes, {*region.inputs})
-        numbers = {
-            n for n in region.nodes
-            if n not in held and (n.meta["val"].numel() == 1 or n.meta["val"].dtype in INTEGER)
-        }  # fmt: skip
+        # What the graph itself makes, or a number or integers that it holds, is the arithmetic's.
+        stored = descendants(region.nodes, {*region.inputs, *region.constants})
+        varying = descendants(region.nodes, {*region.inputs})
+        numbers = {n for n in region.nodes if n not in stored or n not in varying
+                   and (n.meta["val"].numel() == 1 or n.meta["val"].dtype in INTEGER)}  # fmt: skip
         self.chains: dict[Node, set[torch.dtype]] = {}
         self.tables: set[Node] = set()
         for node in (n for n in region.nodes if n in dependent):
@@ -58,6 +62,12 @@ class Reduced:
             if node not in moving and node not in {code, *self.chains}
         ]
         self.nodes = [*self.fixed, code, *self.chains, *order]
+
+    @property
+    def amounts(self) -> set[Node]:
+        """What something is shifted by."""
+        given = [n.args[1] for n in self.region.nodes if n.target in SHIFTS]
+        return _ancestors([amount for amount in given if isinstance(amount, Node)], set())
 
     def real(self) -> dict[Node, torch.Tensor]:
         """Real values of parameters, fixed inputs and codes."""
@@ -85,7 +95,8 @@ class Prober:
     def __init__(self, reduced: Reduced, rows: int, spent: int) -> None:
         region, real = reduced.region, reduced.real()
         axis, unit = region.row_axis
-        parts = -(-min(rows, region.shape[0]) // unit)
+        # Of experts at least two, to see how their scales follow each other.
+        parts = max(-(-min(rows, region.shape[0]) // unit), min(region.experts, 2))
         self.rows, self.evaluations = parts * unit, spent
         prefix = Prefix(axis, parts) if self.rows < region.shape[0] else None
         self.function = Rows(reduced.nodes, region.output, prefix)
@@ -93,7 +104,9 @@ class Prober:
         self.values = {n: self.function.take(n, t).cpu() for n, t in real.items()}
         self.fills, self.spare = _fills(self.values[self.code], bits_each(reduced.code, region))
         # Other integers with a bit for each element may hold more bits of the codes.
-        planes = [n for n in (*reduced.fixed, *reduced.chains) if real[n].dtype in INTEGER]
+        inputs = (*reduced.fixed, *reduced.chains)
+        stored = descendants(region.nodes, {*region.inputs, *region.constants})
+        planes = [n for n in inputs if n in stored and real[n].dtype in (*INTEGER, torch.bool)]
         self.planes = {
             n: math.log2(len(real[n].flatten()[:SAMPLE].unique()))
             for n in planes if bits_each(n, region) >= 1
@@ -108,6 +121,11 @@ class Prober:
     def like(self, node: Node, value: float) -> torch.Tensor:
         """A parameter filled with one value."""
         return _filled(self.values[node], value)
+
+    def mixed(self, node: Node, value: int) -> torch.Tensor:
+        """A parameter filled with this value and the next one in turns."""
+        held = self.values[node]
+        return value + torch.arange(held.numel(), dtype=held.dtype).view(held.shape) % 2
 
     def __call__(self, fill: torch.Tensor, given: Mapping[Node, torch.Tensor]) -> torch.Tensor:
         """W[rows, K] in float64 for these codes; parameters not given are as set by `settle`."""
@@ -148,8 +166,9 @@ def bits_each(codes: Node, region: Region) -> float:
 def _fills(real: torch.Tensor, density: float) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Values to try for the code tensor, and others for when these tell no codes apart.
 
-    All bits set and all clear give every element the same code in any packing by bits; random words
-    reach other codes; the real ones are always in range of what they index.
+    All bits set and all clear give every element the same code in any packing by bits, 0x79 in
+    bytes of base 3; random words reach other codes; the real ones are always in range of what they
+    index.
     """
     if real.is_floating_point():
         return [_filled(real, 1), _filled(real, 2)], []
@@ -159,10 +178,7 @@ def _fills(real: torch.Tensor, density: float) -> tuple[list[torch.Tensor], list
     view, seeded = random.view(torch.uint8), torch.Generator().manual_seed(0)
     view.copy_(torch.randint(0, 256, view.shape, generator=seeded))
     words = [_filled(real, value) for value in (5, 3, 1)]
-    bits = []
-    for byte in (0xFF, 0x00, 0x55):
-        bits.append(torch.empty(real.shape, dtype=real.dtype))
-        bits[-1].view(torch.uint8).fill_(byte)
+    bits = [torch.full_like(view, byte).view(real.dtype) for byte in (0xFF, 0x00, 0x55, 0x79)]
     if density >= 8:
         return [*words[:2], real], [*bits, random, *words[2:]]
     return [*bits[:2], random, real], [*bits[2:], *words]
@@ -187,7 +203,10 @@ def _narrowest(node: Node) -> tuple[Node, set[torch.dtype]]:
     dtypes = {node.meta["val"].dtype}
     while node.op == "call_function" and node.target in MOVES | CASTS:
         source = node.args[0]
-        if not isinstance(source, Node):
+        tiled = (
+            node.target is aten.permute.default and sum(s > 1 for s in node.meta["val"].shape) > 3
+        )
+        if not isinstance(source, Node) or tiled:  # entries of tiles are in order only behind it
             break
         dtype = source.meta["val"].dtype
         if node.target in CASTS and dtype not in COUNTING and dtype not in INTEGER:

@@ -26,32 +26,42 @@ WORDS = (2, 4, 8)  # bits of a code that has a word of its own, by the values fo
 SAMPLE = 1 << 18  # elements in which the entries of a codebook are looked for first
 
 
-def read(region: Region, structure: Structure, leaves: Sequence[torch.Tensor]) -> QuantizedWeight:
-    """The weight that the region makes of these leaves, proved bitwise equal to its format.
+def read(
+    region: Region, structure: Structure, leaves: Sequence[torch.Tensor]
+) -> list[QuantizedWeight]:
+    """The weight that the region makes of these leaves, proved bitwise equal to its format; one for
+    each expert, all of one format, where the region is a stack of them.
 
     Two whole evaluations: W itself, and W with unit scales, whose values are the codes, unpacked
-    and in place. Refused with the nearest format, the first difference and both values.
+    and in place; a third where entries of a codebook are rounded. Refused with the nearest format,
+    the first difference and both values.
     """
     reduced = Reduced(region, region.nodes[structure.code], leaves)
     real = reduced.real()
     parameters = [*structure.scales, *([structure.zero] if structure.zero else [])]
-    unit = region.oriented(_unit(reduced, real, structure))
-    coded = _coded(unit, real[reduced.code].dtype, structure)
-    found = _grids(structure, {p: real[region.nodes[p.at]] for p in parameters}, region.shape)
+    values = {p: real[region.nodes[p.at]] for p in parameters}
+    grids = [_grids(structure, values, region, expert) for expert in range(region.experts)]
     value = region(leaves)
     nearest = ""
-    for weight in _candidates(region, structure, coded, found):
-        nearest = _differs(weight, value)
-        if not nearest:
-            return weight
+    # Entries of a codebook are to be what they are before they are scaled: not rounded to 16 bits,
+    # unless, which is tried next, the region rounds what it computes them from.
+    for widen in dict.fromkeys((structure.reach is None, False)):
+        try:
+            unit = region.oriented(_unit(reduced, real, structure, widen))
+        except RuntimeError:  # an operator that takes equal dtypes alone
+            continue
+        coded = _coded(unit, real[reduced.code].dtype, structure)
+        for weights in _candidates(region, structure, coded, grids):
+            nearest = _differs(weights, value)
+            if not nearest:
+                return weights
     raise Refused(f"the region is not bitwise equal to its nearest format, {nearest}")
 
 
 def _unit(
-    reduced: Reduced, real: dict[torch.fx.Node, torch.Tensor], structure: Structure
+    reduced: Reduced, real: dict[torch.fx.Node, torch.Tensor], structure: Structure, widen: bool
 ) -> torch.Tensor:
-    """W with every scale 1 and every zero 0; not rounded to 16 bits where it is no whole number,
-    so that entries of a codebook are what they are before they are scaled."""
+    """W with every scale 1 and every zero 0."""
     given = dict(real)
     for parameter in (*structure.scales, structure.zero):
         if parameter is not None:
@@ -59,22 +69,21 @@ def _unit(
             none = parameter is structure.zero or parameter.how == "^"
             neutral = torch.zeros_like if none else torch.ones_like
             given[node] = neutral(real[node].float()).to(real[node].dtype)
-    if structure.reach is None:
-        try:
-            return evaluate(reduced.nodes, given, [reduced.region.output], widen=True)[0]
-        except RuntimeError:  # an operator that takes equal dtypes alone
-            pass
-    return evaluate(reduced.nodes, given, [reduced.region.output])[0]
+    return evaluate(reduced.nodes, given, [reduced.region.output], widen)[0]
 
 
-def _differs(weight: QuantizedWeight, value: torch.Tensor) -> str:
+def _differs(weights: Sequence[QuantizedWeight], value: torch.Tensor) -> str:
     """Empty if the reference equals the region, else where it does not; a strip is tried first."""
-    form = weight.format
-    rows = min(max(STRIP // form.bn, 1) * form.bn, form.n)
-    for part in (rows, form.n):
-        found = difference(dequantize(weight.rows(0, part)), value[:part])
+    form = weights[0].format
+    strip = min(max(STRIP // form.bn, 1) * form.bn, form.n)
+    parts = [(weights[0].rows(0, strip), value[:strip])]
+    parts += zip(weights, value.split(form.n), strict=True)
+    for expert, (weight, part) in enumerate(parts, -1):
+        found = difference(dequantize(weight), part)
         if found:
-            return f"{form.codes} {form.granularity} {form.arithmetic} in {form.compute}: {found}"
+            which = f" expert {expert}" if len(weights) > 1 and expert > 0 else ""
+            arithmetic = f"{form.arithmetic} in {form.compute}"
+            return f"{form.codes} {form.granularity} {arithmetic}{which}: {found}"
     return ""
 
 
@@ -95,7 +104,7 @@ def _coded(unit: torch.Tensor, dtype: torch.dtype, structure: Structure) -> _Cod
     whole = unit.to(torch.float32)
     exact = (whole == whole.round()) & ~(torch.signbit(whole) & (whole == 0))
     if structure.reach is not None and bool(exact.all()):
-        low, high = _range(whole)
+        low, high = map(float, whole.aminmax())
         # Other weights of the kind may use codes that this one does not; but not at more bits.
         wide = min(low, structure.reach[0]), max(high, structure.reach[1])
         signed = structure.reach[0] < 0
@@ -104,10 +113,6 @@ def _coded(unit: torch.Tensor, dtype: torch.dtype, structure: Structure) -> _Cod
             storage = torch.int8 if name.startswith("int") else torch.uint8
             return _Coded(name, whole.to(storage).contiguous())
     return _codebook(whole, structure)
-
-
-def _range(whole: torch.Tensor) -> tuple[float, float]:
-    return (float(whole.min()), float(whole.max())) if whole.numel() else (0.0, 0.0)
 
 
 def _integer(low: float, high: float, structure: Structure, signed: bool) -> str | None:
@@ -136,7 +141,8 @@ def _codebook(unit: torch.Tensor, structure: Structure) -> _Coded:
     for name, entries in CODEBOOKS.items():
         book, order = _sortable(torch.tensor(entries, device=unit.device)).sort()
         known = _places(book, found)
-        if known is not None:
+        # A table of as many values as there are may take fewer bits.
+        if known is not None and len(entries) <= 2 ** max(structure.density, 1):
             codes = order.to(torch.uint8)[known.int()]
             return _Coded(name, _looked_up(codes, places))
     bits = max(1, (len(found) - 1).bit_length())
@@ -193,9 +199,9 @@ class _Grids:
 
 
 def _grids(
-    structure: Structure, values: dict[Parameter, torch.Tensor], shape: tuple[int, int]
+    structure: Structure, values: dict[Parameter, torch.Tensor], region: Region, expert: int
 ) -> _Grids:
-    n, k = shape
+    n, k = region.shape[0] // region.experts, region.shape[1]
     inner, outer = _inner_and_outer(structure.scales, k)
     blocked = [p for p in (inner, structure.zero) if p is not None]
     bn = min((p.bn for p in blocked), default=n)
@@ -212,14 +218,14 @@ def _grids(
     def grid(parameter: Parameter | None) -> torch.Tensor | None:
         if parameter is None:
             return None
-        found = parameter.gather(values[parameter], n)
+        found = parameter.gather(values[parameter], n, expert)
         rows = torch.arange(-(-n // bn)) * bn // parameter.bn
         columns = torch.arange(-(-k // bk)) * bk // parameter.bk
         return found[rows][:, columns].contiguous()
 
     second = None
     if outer is not None:
-        second = outer.gather(values[outer], n)[:, 0].repeat_interleave(outer.bn)[:n].contiguous()
+        second = outer.gather(values[outer], n, expert)[:, 0].repeat_interleave(outer.bn)[:n]
     named = [(p, name) for p, name in ((inner, "s"), (outer, "t")) if p is not None]
     steps = tuple(
         "".join(("/" if p.how == "/" else "*") + name for p, name in order)
@@ -243,39 +249,51 @@ def _inner_and_outer(
 
 
 def _candidates(
-    region: Region, structure: Structure, coded: _Coded, grids: _Grids
-) -> Iterator[QuantizedWeight]:
-    """Weights to compare with the region; those without a zero first, where it is one number."""
-    n, k = region.shape
+    region: Region, structure: Structure, coded: _Coded, grids: Sequence[_Grids]
+) -> Iterator[list[QuantizedWeight]]:
+    """Weights to compare with the region, one for each expert; those without a zero first, where it
+    is one number."""
+    one = grids[0]
     dtypes = {
         name: None if tensor is None else tensor.dtype
-        for name, tensor in (("scale", grids.scale), ("outer", grids.outer), ("table", coded.table))
+        for name, tensor in (("scale", one.scale), ("outer", one.outer), ("table", coded.table))
     }
     base = WeightFormat(
-        codes=coded.name, n=n, k=k, bn=grids.bn, bk=grids.bk, arithmetic="q", zero=None,
-        inner=region.dtype, compute=region.dtype, dtype=region.dtype,
-        permuted=grids.order is not None, **dtypes,
+        codes=coded.name, n=region.shape[0] // len(grids), k=region.shape[1], bn=one.bn, bk=one.bk,
+        arithmetic="q", zero=None, inner=region.dtype, compute=region.dtype, dtype=region.dtype,
+        permuted=one.order is not None, **dtypes,
     )  # fmt: skip
-    operands = {"scale": grids.scale, "outer": grids.outer, "table": coded.table,
-                "order": grids.order}  # fmt: skip
-    zero, inside = grids.zero, structure.zero_moves == "inside"
-    folded = _without_zero(coded, zero) if zero is not None and inside else None
+
+    def weights(form: WeightFormat, codes: torch.Tensor) -> list[QuantizedWeight]:
+        return [
+            QuantizedWeight(
+                form, part, grid.scale, None if form.zero is None else grid.zero, grid.outer,
+                coded.table, grid.order,
+            )
+            for part, grid in zip(codes.split(base.n), grids, strict=True)
+        ]  # fmt: skip
+
+    inside = structure.zero_moves == "inside"
+    zero = None if one.zero is None else torch.stack([g.zero for g in grids if g.zero is not None])
+    folded = None
+    if zero is not None and (inside or not bool((zero != 0).any())):
+        folded = _without_zero(coded, zero)
     if folded is not None:
-        for steps, compute in itertools.product(grids.steps, structure.dtypes):
+        for steps, compute in itertools.product(one.steps, structure.dtypes):
             form = dataclasses.replace(
                 base, codes=folded.name, arithmetic="q" + steps, compute=compute, inner=compute
             )
-            yield QuantizedWeight(form, folded.codes, **operands)
+            yield weights(form, folded.codes)
     # Where z is an integer, q - z is exact in every dtype here, so one is enough.
     within = structure.dtypes if zero is not None and zero.is_floating_point() else (None,)
     for arithmetic, compute, inner in itertools.product(
-        _arithmetics(grids, inside), structure.dtypes, within
+        _arithmetics(one, inside), structure.dtypes, within
     ):
         form = dataclasses.replace(
             base, arithmetic=arithmetic, compute=compute, inner=inner or compute,
             zero=None if zero is None else zero.dtype,
         )  # fmt: skip
-        yield QuantizedWeight(form, coded.codes, zero=zero, **operands)
+        yield weights(form, coded.codes)
 
 
 def _arithmetics(grids: _Grids, inside: bool) -> Iterator[str]:
@@ -287,8 +305,6 @@ def _arithmetics(grids: _Grids, inside: bool) -> Iterator[str]:
             yield f"q{steps}+z"
         else:
             yield f"(q-z){steps}" if steps else "q-z"
-            if steps == "*s":
-                yield "q*s-z*s"
 
 
 def _without_zero(coded: _Coded, zero: torch.Tensor) -> _Coded | None:
@@ -302,7 +318,7 @@ def _without_zero(coded: _Coded, zero: torch.Tensor) -> _Coded | None:
         return None
     bits = int(coded.name[-1])
     moved = coded.codes.to(torch.int16) - int(first)
-    low, high = (limits[0] - first, limits[1] - first) if bits < 8 else _range(moved)
+    low, high = (limits[0] - first, limits[1] - first) if bits < 8 else map(float, moved.aminmax())
     for narrow in sorted({bits, *(w for w in WORDS if bits == 8)}):
         for name in ("int", "uint") if low < 0 else ("uint", "int"):
             smallest, largest = code_range(f"{name}{narrow}") or (0, 0)

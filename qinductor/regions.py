@@ -293,9 +293,7 @@ def _attribute(node: Node) -> torch.Tensor:
     value: Any = node.graph.owning_module
     for name in str(node.target).split("."):
         value = getattr(value, name)
-    if not isinstance(value, torch.Tensor):
-        raise Refused(f"the weight depends on {node.target}, which is no tensor")
-    return value
+    return value  # type: ignore[no-any-return]
 
 
 def _digest(tensor: torch.Tensor | None) -> str:

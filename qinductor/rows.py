@@ -175,6 +175,14 @@ def _squeeze(node: Any, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
     return {source: Prefix(kept[want.axis], want.size)}, node.args
 
 
+def _sum(node: Any, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
+    source, dims, keep = (*node.args, False)[:3]
+    rank = len(_shape(source))
+    gone = {int(d) % rank for d in dims}
+    axis = [axis for axis in range(rank) if keep or axis not in gone][want.axis]
+    return {source: None if axis in gone else Prefix(axis, want.size)}, node.args
+
+
 def _view_dtype(node: Any, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
     source, size = node.args[0], want.size
     if want.axis == len(_shape(node)) - 1:
@@ -264,6 +272,15 @@ def _scatter(node: Any, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
     return dict.fromkeys(node.all_input_nodes, want), node.args
 
 
+def _select_scatter(node: Any, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
+    source, part, dim = node.args[:3]
+    dim = int(dim) % len(_shape(node))
+    if dim == want.axis:
+        raise Untracked("the rows are written one by one")
+    inner = Prefix(want.axis - (dim < want.axis), want.size)
+    return {source: want, part: inner}, node.args
+
+
 _HANDLERS: dict[Any, Callable[[Any, Prefix], tuple[Needs, tuple[Any, ...]]]] = {
     aten.expand.default: _expand,
     aten.permute.default: _permute,
@@ -272,6 +289,7 @@ _HANDLERS: dict[Any, Callable[[Any, Prefix], tuple[Needs, tuple[Any, ...]]]] = {
     aten.unsqueeze.default: _unsqueeze,
     aten.squeeze.dim: _squeeze,
     aten.squeeze.dims: _squeeze,
+    aten.sum.dim_IntList: _sum,
     aten.view.dtype: _view_dtype,
     aten.slice.Tensor: _slice,
     aten.select.int: _select,
@@ -283,5 +301,6 @@ _HANDLERS: dict[Any, Callable[[Any, Prefix], tuple[Needs, tuple[Any, ...]]]] = {
     aten.index_put.default: _index_put,
     aten.constant_pad_nd.default: _pad,
     aten.slice_scatter.default: _scatter,
+    aten.select_scatter.default: _select_scatter,
     aten.copy.default: lambda node, want: (_pointwise(node, want), node.args),
 }

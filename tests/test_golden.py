@@ -3,40 +3,18 @@
 EXPECTTEST_ACCEPT=1 python -m pytest tests/test_golden.py   writes the texts anew; read the diff.
 """
 
-import textwrap
-from collections.abc import Callable
-
 import pytest
 import torch
-from expecttest import TestCase
+from goldens import Golden
 from models import CASES, FP32, Case, Random
 from torch.nn.functional import linear
 
 import qinductor
-from qinductor.testing import OUTPUTS, WIDTH, product_oracle, rewritten
+from qinductor.testing import OUTPUTS, product_oracle, rewritten
 
 
-class Golden(TestCase):
-    """One graph a test: before, what became of its sites, after."""
-
-    maxDiff = None
-
-    def cpu(self, name: str, dynamic: bool | None = None, m: int = 8) -> Callable[[str], None]:
-        """Compares the whole text on the CPU."""
-        case = CASES[name]
-        found = rewritten(case.module, case.activation(m), dynamic=dynamic)
-        return self.expects(f"{found.before}\n{outcome(found.report)}\n{found.after}\n")
-
-    def cuda(self, name: str, dynamic: bool | None = None, m: int = 8) -> Callable[[str], None]:
-        """Compares what CUDA changes: the graph before is the CPU's, but for its device."""
-        case = CASES[name]
-        here = rewritten(case.module, case.activation(m), dynamic=dynamic)
-        found = rewritten(case.module, case.activation(m), target="sm_90", dynamic=dynamic)
-        self.assertEqual(found.before.replace("@cuda", ""), here.before)
-        return self.expects(f"{outcome(found.report)}\n{found.after}\n")
-
-    def expects(self, text: str) -> Callable[[str], None]:
-        return lambda expected: self.assertExpectedInline(text, expected, skip=1)
+class TestGolden(Golden):
+    """Spellings of int4, int8 and float8 weights."""
 
     def test_int4_low_first_dynamic(self) -> None:
         self.cpu("int4_low_first", dynamic=True)("""\
@@ -811,15 +789,6 @@ output [%7]
     aten.int4pack_mm_cuda
 output [%5]
 """)
-
-
-def outcome(report: qinductor.Report) -> str:
-    """How many sites were lowered, and why the others were not."""
-    assert not report.notes, report.notes
-    lines = [f"---- {report.lowered} of {len(report.sites)} lowered"]
-    for site in report.sites:
-        lines += textwrap.wrap(site.reason or "", WIDTH, subsequent_indent="  ")
-    return "\n".join(lines)
 
 
 @pytest.mark.parametrize(

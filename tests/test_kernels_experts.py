@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import qinductor
-from qinductor.contracts import QuantizedWeight, dequantize, difference, split
+from qinductor.contracts import dequantize, difference
 from qinductor.errors import Refused
-from qinductor.kernels.dequant_matmul import DEQUANT_MATMUL, Case, DequantMatmul, Operands, case
+from qinductor.kernels.dequant_matmul import DEQUANT_MATMUL, Case, DequantMatmul, Operands
 from qinductor.kernels.dequant_matmul_experts import CASES
 from qinductor.op import INFINITE, M, Plan, single
 from qinductor.testing import OUTPUTS, product_oracle
@@ -177,36 +177,3 @@ def test_cost_reads_every_expert():
 
 
 # Flattened weights ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("bn", [1, 4, 8, 16, 24, 48])
-@pytest.mark.parametrize("permuted", [False, True])
-def test_split_gives_each_expert_its_rows(bn, permuted):
-    form = case(
-        "int4", 1, 48, 32, bn, 16, BF16, arithmetic="(q-z)*s*t", zero=torch.int8, outer=FP32,
-        permuted=permuted,
-    )  # fmt: skip
-    weight = form.make()[1].weight
-    whole = dequantize(weight)
-    parts = split(weight, 6)
-    assert len(parts) == 6 and len({part.format for part in parts}) == 1
-    assert (parts[0].format.n, parts[0].format.bn) == (8, min(bn, 8))
-    for i, part in enumerate(parts):
-        assert part.codes.shape == (8, 32) and part.scale.shape == part.format.grid
-        assert not difference(dequantize(part), whole[8 * i : 8 * i + 8])
-
-
-def test_split_of_a_ragged_shared_block():
-    weight = case("int8", 1, 40, 32, 16, 32).make()[1].weight
-    for i, part in enumerate(split(weight, 5)):
-        assert not difference(dequantize(part), dequantize(weight)[8 * i : 8 * i + 8])
-
-
-@pytest.mark.parametrize("bn", [3, 5, 12, 32])
-def test_split_refuses_blocks_that_cut_across_experts(bn):
-    weight: QuantizedWeight = case("int8", 1, 48, 32, bn, 32).make()[1].weight
-    if 48 // 6 % bn and bn % 8:
-        with pytest.raises(Refused, match=f"blocks of {bn} rows must divide the 8 rows of an exp"):
-            split(weight, 6)
-    with pytest.raises(Refused, match="W has 48 rows; 5 experts need a multiple of 5"):
-        split(weight, 5)
