@@ -1,5 +1,7 @@
 """qinductor::dequant_matmul: x times a quantised weight, which is never written out whole.
 
+qinductor::dequant_weight is that weight alone, written out for what needs it whole.
+
 | tensor       | shape              | dtype                                                   |
 |--------------|--------------------|---------------------------------------------------------|
 | x            | [M, K], M >= 0     | bf16, fp16, fp32                                        |
@@ -33,7 +35,7 @@ from qinductor.contracts import (
     short,
 )
 from qinductor.kernels import packing
-from qinductor.op import INFINITE, LIBRARY, M, Op, Plan, Provider, op
+from qinductor.op import INFINITE, LIBRARY, M, Op, Plan, Provider, op, single
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,12 +118,19 @@ def cost(contract: DequantMatmul) -> dict[str, sympy.Expr]:
     }
 
 
-DEQUANT_MATMUL = op(Op("dequant_matmul", DequantMatmul, reference, cost))
+def alone(contract: DequantMatmul) -> tuple[str, DequantMatmul]:
+    """(the operator, the contract) of the weight of a product without the product."""
+    w = contract.weight
+    return "dequant_weight", DequantMatmul(w, w.dtype, w.dtype, None, False, contract.experts)
 
-LIBRARY.define(
+
+DEQUANT_MATMUL = op(Op("dequant_matmul", DequantMatmul, reference, cost, alone))
+
+for schema in (
     "dequant_matmul(Tensor x, Tensor[] packed, str contract, str plan) -> Tensor",
-    tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag),
-)
+    "dequant_weight(Tensor[] packed, str contract) -> Tensor",
+):
+    LIBRARY.define(schema, tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag))
 
 
 @torch.library.impl(LIBRARY, "dequant_matmul", "CompositeExplicitAutograd")
@@ -151,6 +160,26 @@ def _prepared(
 def _(x: torch.Tensor, packed: Sequence[torch.Tensor], contract: str, plan: str) -> torch.Tensor:
     form = parse(DequantMatmul, contract)
     return x.new_empty((x.shape[0], form.weight.n), dtype=form.out)
+
+
+@torch.library.impl(LIBRARY, "dequant_weight", "CompositeExplicitAutograd")
+def dequant_weight(packed: Sequence[torch.Tensor], contract: str) -> torch.Tensor:
+    """W[N, K] or, of experts, [E, N, K], of a contract that `alone` made."""
+    one, experts = single(parse(DequantMatmul, contract))
+    if not experts:
+        return dequantize(DEQUANT_MATMUL.specification.whole(one, packed).weight).contiguous()
+    out = packed[0].new_empty((experts, one.weight.n, one.weight.k), dtype=one.weight.dtype)
+    for i in range(experts):
+        part = [tensor[i] for tensor in packed]
+        out[i] = dequantize(DEQUANT_MATMUL.specification.whole(one, part).weight)
+    return out
+
+
+@torch.library.register_fake("qinductor::dequant_weight", lib=LIBRARY)
+def _(packed: Sequence[torch.Tensor], contract: str) -> torch.Tensor:
+    one, experts = single(parse(DequantMatmul, contract))
+    shape = one.weight.n, one.weight.k
+    return packed[0].new_empty((experts, *shape) if experts else shape, dtype=one.weight.dtype)
 
 
 INT4_GROUPS = (256, 128, 64, 32)  # the group sizes of torch's int4 kernels, on a CPU and on CUDA

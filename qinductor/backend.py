@@ -29,7 +29,7 @@ from qinductor.pattern import Lowering, Pattern, where
 from qinductor.regions import Leaf, Scope
 from qinductor.report import Report, Site, remember
 from qinductor.retrace import Retrace, names, scope_of
-from qinductor.rewrite import rewrite
+from qinductor.rewrite import restore, rewrite
 from qinductor.runtime import Appending, Compiled, Variant
 from qinductor.store import Slot
 from qinductor.weights import Resolver, seed
@@ -60,7 +60,7 @@ def qinductor(
     matching.finish()
     if not matching.packs:
         return retrace.graph
-    if not matching.slots:
+    if not matching.slots and not matching.reads:
         return compiled
     report = matching.report
 
@@ -74,14 +74,16 @@ def qinductor(
         (compiled, more), holds = retrace(arguments, again)
         report.add(more.report, reason)
         more.finish()
-        return Variant(compiled, Resolver(more.slots), more.frees, holds) if more.slots else None
+        if not more.slots:
+            return None
+        return Variant(compiled, Resolver(more.slots, more.reads), more.frees, holds)
 
     @functools.cache
     def unfused() -> Callable[..., Any]:
         stock = _inductor_options(chosen)
         return torch.compile(retrace.graph, backend="inductor", options=stock)
 
-    first = Variant(compiled, Resolver(matching.slots), matching.frees)
+    first = Variant(compiled, Resolver(matching.slots, matching.reads), matching.frees)
     called = names(retrace.graph)
     return Compiled([first], another, unfused, report, matching.required, called)
 
@@ -156,6 +158,7 @@ class Matching:
     slots   what the operators of the rewritten graph need at each call, in placeholder order
     fakes   fake values of those placeholders
     frees   leaves that are read by no more than these operators: their memory may be freed
+    reads   leaves that the graph reads, which another graph may free
     unread  places of their placeholders
     unable  freed tensors that the graph reads all the same
     """
@@ -184,6 +187,7 @@ class Matching:
         self.slots: list[Slot] = []
         self.fakes: list[torch.Tensor] = []
         self.frees: list[Leaf] = []
+        self.reads: list[Leaf] = []
         self.unread: list[int] = []
         self.unable: list[str] = []
         settings = [options.setting(p.name, p.default) for p in self.patterns]
@@ -227,6 +231,12 @@ class Matching:
                     site.reason = f"an error of qinductor's own: {type(error).__name__}: {error}"
         if self.slots:
             graph.eliminate_dead_code()
+        for slot, fakes in () if blocked else restore(graph, scope):
+            self.slots.append(slot)
+            self.fakes.extend(fakes)
+            self.report.notes.append(f"{slot.where}: the weight is freed; its packed form makes it")
+        if self.slots:
+            graph.eliminate_dead_code()
             graph.lint()
         self._find_freeable(graph, scope)
 
@@ -236,10 +246,10 @@ class Matching:
         Small ones (a table, say) may serve weights of other graphs, and are not worth it.
         """
         values = {leaf: node.meta["val"] for node, leaf in scope.leaves.items()}
-        elsewhere = {leaf for slot in self.slots for leaf in slot.leaves[len(slot.region[1]) :]}
+        elsewhere = {leaf for slot in self.slots for leaf in slot.leaves[len(slot.region[2]) :]}
         large: set[Leaf] = set()
         for slot in self.slots:
-            weight = {leaf: values[leaf].nbytes for leaf in slot.region[1] if leaf in values}
+            weight = {leaf: values[leaf].nbytes for leaf in slot.region[2] if leaf in values}
             large.update(leaf for leaf in weight if SMALL * weight[leaf] >= sum(weight.values()))
         called = names(self.gm)
         for i, node in enumerate(graph.find_nodes(op="placeholder")):
@@ -252,6 +262,8 @@ class Matching:
             elif not node.users and (freed or (self.replaces and leaf in large - elsewhere)):
                 self.frees.append(leaf)
                 self.unread.append(i)
+            elif node.users and self.replaces:
+                self.reads.append(leaf)
 
     def _lower(self, graph: Graph, pattern: Pattern, node: Node, scope: Scope, site: Site) -> None:
         device = node.meta["val"].device
@@ -276,11 +288,10 @@ class Matching:
             lowering.leaves,
             tuple(lowering.plan.operands(lowering.op, lowering.contract)),
             lowering.pack,
-            (lowering.weight.signature, lowering.weight.leaves),
+            lowering.weight.key,
         )
         if self.replaces:
-            slot.restore = functools.partial(lowering.op.restored, lowering.contract)
-            slot.kept = tuple(lowering.op.operands(lowering.contract))
+            slot.weight = lowering.op, lowering.op.weight(lowering.contract)[1]
         if self.packs:
             with unset_fake_temporarily(), torch.no_grad():
                 seed(slot, self.arguments, lowering.packed)

@@ -60,6 +60,8 @@ class Op:
 
     reference    plain torch, the specification
     cost         contract -> {"bytes", "flops"} as sympy expressions in M
+    weight       contract -> (operator that makes the weight from the reference's packed tensors,
+                 contract of the weight alone, which it takes)
     providers    by name
     """
 
@@ -67,6 +69,7 @@ class Op:
     contract: type
     reference: Callable[..., torch.Tensor]
     cost: Callable[[Any], dict[str, sympy.Expr]]
+    weight: Callable[[Any], tuple[str, Any]]
     providers: dict[str, Provider] = dataclasses.field(default_factory=dict)
 
     def register(self, provider: Provider) -> None:

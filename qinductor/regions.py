@@ -25,6 +25,8 @@ MOVES = VIEWS | {
     aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default, aten.repeat.default,
     aten.slice.Tensor, aten.index.Tensor, aten.index_select.default, aten.select.int,
 }  # fmt: skip
+# Operators that put axes in another order, or add one of size 1, and do nothing else.
+TURNS = {aten.permute.default, aten.transpose.int, aten.t.default, aten.unsqueeze.default}
 CASTS = {prims.convert_element_type.default, aten._to_copy.default}
 PRODUCTS = {
     aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default,
@@ -86,20 +88,34 @@ class Axes:
     k: int | None = None
     expert: int | None = None
 
+    def order(self, rank: int) -> list[int]:
+        """All axes of the value: those of size 1 that are none of these, experts, N, K."""
+        last = [axis for axis in (self.expert, self.n, self.k) if axis is not None]
+        return [axis for axis in range(rank) if axis not in last] + last
+
+
+Key = tuple[str, Axes | None, tuple[Leaf, ...]]  # body, axes and leaves of a region
+
 
 class Region:
     """A pure function of constants, copied out of a graph; what is computed twice is copied once.
 
     leaves     its inputs, in the order of the copied graph's placeholders
-    signature  equal for two regions that run the same operators on the same shapes and dtypes
+    body       equal for two regions that run the same operators on the same shapes and dtypes
     axes       where experts, output features and input features of the product lie in the value;
                None for those it does not have
+    signature  body and axes. Turns of a weight at the end are no part of either: W and W.t() are
+               one region
+    key        by which what was packed of it is found
     shape      [N, K] of the weight, [experts * N, K] of a stack of them
     """
 
     def __init__(self, output: Node, order: list[Node], scope: Scope, axes: Axes) -> None:
         self.graph = Graph()
         self.constants: dict[Node, torch.Tensor] = {}
+        while turned := _before(output, axes):
+            output, axes = turned
+            order = order[: order.index(output) + 1]
         self.axes = axes
         copies: dict[Node, Node] = {}
         same: dict[str, Node] = {}
@@ -136,9 +152,11 @@ class Region:
         self.shape = math.prod(sizes) // k, k
         self.dtype: torch.dtype = value.dtype
         self.device: torch.device = value.device
-        self.signature = self._signature()
+        self.body = self._body()
+        self.signature = f"{self.body}\n{axes}"
+        self.key: Key = self.body, axes, self.leaves
 
-    def _signature(self) -> str:
+    def _body(self) -> str:
         index = {node: i for i, node in enumerate(self.nodes)}
 
         def text(value: Any) -> str:
@@ -150,7 +168,7 @@ class Region:
             what = node.op if node.op == "placeholder" else str(node.target)
             constant = self.constants.get(node)
             lines.append(f"{what} {arguments} {describe(node)} {_digest(constant)}")
-        return "\n".join([*lines, str(self.axes)])
+        return "\n".join(lines)
 
     def __call__(self, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
         """The value W[N, K] for these leaves: one whole evaluation."""
@@ -160,12 +178,9 @@ class Region:
 
     def oriented(self, value: torch.Tensor) -> torch.Tensor:
         """The value as W[N, K] or, of a part of a stack of experts, as W[part * N, K]."""
-        axes = self.axes
-        if axes.k is None:
+        if self.axes.k is None:
             return value.reshape(-1, 1)
-        last = [axis for axis in (axes.expert, axes.n, axes.k) if axis is not None]
-        order = [axis for axis in range(value.dim()) if axis not in last] + last  # of size 1
-        return value.permute(order).reshape(-1, self.shape[1])
+        return value.permute(self.axes.order(value.dim())).reshape(-1, self.shape[1])
 
     @property
     def row_axis(self) -> tuple[int, int]:
@@ -173,6 +188,17 @@ class Region:
         if self.axes.expert is None:
             return self.axes.n, 1
         return self.axes.expert, self.shape[0] // self.experts
+
+
+def _before(node: Node, axes: Axes) -> tuple[Node, Axes] | None:
+    """What a weight is a turned view of, and where its axes lie there; None if it is no view."""
+    if axes.k is None or node.target not in TURNS:
+        return None
+    source: Any = node.args[0]
+    numbered = torch.empty(*range(2, source.meta["val"].dim() + 2), device="meta")
+    at = node.target(numbered, *node.args[1:]).shape
+    there: list[Any] = [a if a is None else at[a] - 2 for a in (axes.n, axes.k, axes.expert)]
+    return None if -1 in there else (source, Axes(*there))
 
 
 def _part(node: Node) -> tuple[Any, tuple[Any, ...]]:

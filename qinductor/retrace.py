@@ -94,7 +94,7 @@ def scope_of(graph: Graph, gm: GraphModule, arguments: Sequence[Any]) -> Scope:
         and node.target._schema.is_mutable
         for argument in node.all_input_nodes[:1]
     }  # fmt: skip
-    scope = Scope({}, {}, arguments, lambda r: restored(r.signature, r.leaves, arguments))
+    scope = Scope({}, {}, arguments, lambda r: restored(r.key, arguments))
     for node in (n for n in graph.nodes if n.op == "placeholder"):
         leaf = _leaf(node.meta.get("desc"))
         if leaf is None or leaf.index >= len(dynamo):

@@ -1,6 +1,10 @@
-"""The rewrite: one operator node for a proved site, checked against what it replaces."""
+"""The rewrite: one operator node for a proved site, checked against what it replaces.
 
-from collections.abc import Callable
+A freed weight that a graph needs itself is such a site, too: it is made from its packed tensors.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -8,7 +12,13 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from qinductor.errors import Refused
-from qinductor.pattern import Lowering
+from qinductor.freed import is_freed
+from qinductor.pattern import Lowering, where
+from qinductor.regions import Axes, Scope, behind, extract
+from qinductor.store import Slot
+from qinductor.weights import held, seed, shared
+
+Insert = Callable[..., Node]  # (target, arguments) -> a node before the one that is replaced
 
 
 def rewrite(graph: Graph, lowering: Lowering) -> list[torch.Tensor]:
@@ -17,15 +27,82 @@ def rewrite(graph: Graph, lowering: Lowering) -> list[torch.Tensor]:
     Returns their fake values. Refused, with the graph unchanged, if the operator's dtype, shape or
     strides are not those of the value it replaces.
     """
-    replaced = lowering.replaced
-    old = replaced.meta["val"]
+    for node, operand in lowering.bypassed:
+        _check(node.meta["val"], operand.meta["val"], str(node.target))
     operands = lowering.plan.operands(lowering.op, lowering.contract)
+    build = functools.partial(_inserted, lowering=lowering)
+    node, fakes = _made(graph, lowering.replaced, operands, build)
+    for absorbed, operand in lowering.bypassed:
+        absorbed.replace_all_uses_with(operand)
+    lowering.replaced.replace_all_uses_with(node)
+    return fakes
+
+
+def restore(graph: Graph, scope: Scope) -> Iterator[tuple[Slot, list[torch.Tensor]]]:
+    """Makes from its packed tensors every freed weight that the graph still computes from others.
+
+    Yields its slot and fake values of the placeholders it appends. What was not packed stays as it
+    is.
+    """
+    read = ((n, leaf) for n, leaf in scope.leaves.items() if n.users)
+    reads = {node for node, leaf in read if is_freed(leaf.of(scope.arguments))}
+    for node in list(graph.nodes):
+        value = node.meta.get("val")
+        if node.op != "call_function" or reads.isdisjoint(node.all_input_nodes):
+            continue
+        order, varying = behind(node, scope)
+        if varying:
+            continue
+        reads.add(node)
+        if not isinstance(value, torch.Tensor) or value.dim() < 2:
+            continue
+        try:
+            body, _, leaves = extract(node, order, scope, Axes(0)).key
+            entry = held((body, None, leaves), scope.arguments)
+            assert entry is not None and entry.weight is not None and entry.axes is not None
+            (op, contract), axes = entry.weight, entry.axes
+            operands = op.operands(contract)
+            signature, key = f"weight\n{body}\n{axes}\n{contract}", (body, axes, leaves)
+            slot = Slot(where(node), signature, leaves, tuple(operands), None, key, entry.weight)
+            seed(slot, scope.arguments, functools.partial(shared, slot, scope.arguments))
+            build = functools.partial(_weight, axes=axes, old=value, call=op.weight(contract))
+            made, fakes = _made(graph, node, operands, build)
+        except Refused:
+            continue
+        node.replace_all_uses_with(made)
+        yield slot, fakes
+
+
+def _weight(
+    insert: Insert, holders: list[Node], *, axes: Axes, old: torch.Tensor, call: tuple[str, Any]
+) -> Node:
+    """The node that makes a weight, or the last of those that give it its axes and strides."""
+    aten = torch.ops.aten
+    operator, contract = call
+    node = insert(getattr(torch.ops.qinductor, operator).default, holders, str(contract))
+    order = axes.order(old.dim())
+    strides = old.stride()
+    laid = sorted(order, key=lambda axis: strides[axis], reverse=True)
+    if laid != order:
+        node = insert(aten.permute.default, node, [order.index(axis) for axis in laid])
+        node = insert(aten.clone.default, node, memory_format=torch.contiguous_format)
+    back = [laid.index(axis) for axis in range(len(laid))]
+    return node if back == sorted(back) else insert(aten.permute.default, node, back)
+
+
+def _made(
+    graph: Graph,
+    replaced: Node,
+    operands: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+    build: Callable[[Insert, list[Node]], Node],
+) -> tuple[Node, list[torch.Tensor]]:
+    """(what `build` makes from placeholders for the operands, to take a node's place; their fake
+    values). Refused, with the graph unchanged, if it differs in dtype, shape or strides."""
+    old = replaced.meta["val"]
     with old.fake_mode:
         fakes = [
             torch.empty(shape, dtype=dtype, device=old.device) for shape, dtype in operands.values()
         ]
-    for node, operand in lowering.bypassed:
-        _check(node.meta["val"], operand.meta["val"], str(node.target))
     inserted: list[Node] = []
 
     def insert(target: Any, *args: Any, **kwargs: Any) -> Node:
@@ -40,19 +117,16 @@ def rewrite(graph: Graph, lowering: Lowering) -> list[torch.Tensor]:
 
     holders = [_placeholder(graph, name, fake) for name, fake in zip(operands, fakes, strict=True)]
     try:
-        node = _inserted(insert, lowering, holders)
+        node = build(insert, holders)
         _check(old, node.meta["val"], str(replaced.target))
     except Refused:
         for node in reversed([*holders, *inserted]):
             graph.erase_node(node)
         raise
-    for absorbed, operand in lowering.bypassed:
-        absorbed.replace_all_uses_with(operand)
-    replaced.replace_all_uses_with(node)
-    return fakes
+    return node, fakes
 
 
-def _inserted(insert: Callable[..., Node], lowering: Lowering, holders: list[Node]) -> Node:
+def _inserted(insert: Insert, holders: list[Node], lowering: Lowering) -> Node:
     """The operator's node, or the last of those that give its result the form of the product's."""
     aten = torch.ops.aten
     target = getattr(torch.ops.qinductor, lowering.operator).default

@@ -1,6 +1,7 @@
 """The packed weights of all graphs: entries, kept by the identity of the leaves."""
 
 import dataclasses
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,7 +10,8 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from qinductor.freed import is_freed
-from qinductor.regions import Leaf
+from qinductor.op import Op
+from qinductor.regions import Axes, Key, Leaf
 
 SAMPLE = 64  # elements of a leaf that its fingerprint reads
 # (own version, outer version, data pointer): all equal means nothing was written,
@@ -25,7 +27,8 @@ class Entry:
     packed_at                         the resolver's call that packed it; 0 when compiled
     streak                            packings on consecutive calls up to that one
     settled                           whether another variant of the graph would not take it either
-    region, restore                   as of the slot, by which a freed weight is found and restored
+    region                            (body, ids of the leaves) of the weight
+    axes, weight                      as of the slot, by which a freed weight is found and restored
     """
 
     references: tuple[tuple[int, Any], ...]  # id of a leaf, weak reference to its storage
@@ -37,7 +40,8 @@ class Entry:
     streak: int = 1
     settled: bool = False
     region: tuple[Any, ...] = ()
-    restore: Callable[[dict[str, torch.Tensor]], Any] | None = None
+    axes: Axes | None = None
+    weight: tuple[Op, Any] | None = None
 
 
 @dataclasses.dataclass(eq=False)
@@ -47,21 +51,27 @@ class Slot:
     signature  equal for slots whose `pack` does the same with the same leaves
     names      of the packed tensors, in the operator's order
     pack       leaves -> {name: tensor} for these names; Refused if the proof fails. A second
-               argument is the restored weight, if its leaves were freed
-    region     (signature, leaves) of the weight, the part of this that may be freed
-    restore    packed tensors -> that weight; None where it is not to be freed
-    kept       names of the tensors that `restore` takes
+               argument is the restored weight, if its leaves were freed. None if the operator
+               takes what others have packed of a freed weight
+    region     of the weight, the part of this that may be freed
+    weight     (operator, contract of this weight alone), by which it is restored; None where it is
+               not to be freed
     """
 
     where: str
     signature: str
     leaves: tuple[Leaf, ...]
     names: tuple[str, ...]
-    pack: Callable[..., dict[str, torch.Tensor]]
-    region: tuple[str, tuple[Leaf, ...]] = ("", ())
-    restore: Callable[[dict[str, torch.Tensor]], Any] | None = None
-    kept: tuple[str, ...] = ()
+    pack: Callable[..., dict[str, torch.Tensor]] | None
+    region: Key = ("", None, ())
+    weight: tuple[Op, Any] | None = None
     entry: Entry | None = None
+
+    @functools.cached_property
+    def wanted(self) -> set[str]:
+        """Names of the tensors that its entry must hold."""
+        op, contract = self.weight or (None, None)
+        return {*self.names, *(op.operands(contract) if op else ())}
 
 
 ENTRIES: dict[tuple[Any, ...], Entry] = {}
@@ -69,9 +79,9 @@ LOCK = threading.RLock()
 
 
 def has_all(entry: Entry, slot: Slot) -> bool:
-    """Whether an entry holds all the tensors that a slot wants."""
-    wanted = (*slot.names, *slot.kept)
-    return entry.refused is not None or all(name in entry.tensors for name in wanted)
+    """Whether an entry holds all that a slot wants."""
+    restores = entry.weight is not None or slot.weight is None
+    return entry.refused is not None or (restores and slot.wanted <= entry.tensors.keys())
 
 
 def key_of(slot: Slot, arguments: Sequence[Any]) -> tuple[Any, ...]:

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from qinductor import store
 from qinductor.errors import Refused
 from qinductor.freed import free, is_freed, parts, why_not
-from qinductor.regions import Leaf
+from qinductor.regions import Key, Leaf
 from qinductor.store import ENTRIES, LOCK, Entry, Slot
 
 # Calls between two looks at the fingerprints; the second call looks, too. A prime, so that layers
@@ -44,12 +44,14 @@ _resolvers: "weakref.WeakSet[Resolver]" = weakref.WeakSet()
 class Resolver:
     """Finds the packed tensors of all slots of one compiled graph.
 
+    `reads`: leaves that the graph reads itself, and so cannot do without.
     Where nothing changed since the last call it costs 2 us a leaf: 0.12 ms for the 72 of 36 torchao
     int8 weights, on one thread of a Xeon, torch 2.13.
     """
 
-    def __init__(self, slots: Sequence[Slot]) -> None:
-        self.slots = list(slots)
+    def __init__(self, slots: Sequence[Slot], reads: Sequence[Leaf] = ()) -> None:
+        self.slots, self.reads = list(slots), reads
+        self.first = [*(leaf for slot in slots for leaf in slot.leaves), *reads][0]
         self.calls = 0
         self.unversioned = False  # inference tensors have no version: their bytes are looked at
         # Of each model or layer that the graph has run, by the identity of its first leaf.
@@ -68,7 +70,7 @@ class Resolver:
             look = False
         # A tensor subclass would answer every attribute through Python: 1.5 us each.
         with torch._C.DisableTorchFunctionSubclass():
-            first = id(self.slots[0].leaves[0].of(arguments))
+            first = id(self.first.of(arguments))
             last = self.last.get(first)
             if last is not None and not look and _unchanged(last[0], arguments):
                 return last[1]
@@ -85,6 +87,10 @@ class Resolver:
     def _resolved(
         self, arguments: Sequence[Any], look: bool, packs: bool
     ) -> tuple[list[Row], list[torch.Tensor]] | None:
+        if any(is_freed(leaf.of(arguments)) for leaf in self.reads):
+            if not packs:
+                return None
+            raise Unfit("a weight that it reads was freed", Entry((), (), (), {}))
         rows: list[Row] = []
         found: list[torch.Tensor] = []
         for slot in self.slots:
@@ -164,7 +170,9 @@ def _tried(
     if streak > patience:
         return {}, f"its weight changed on {patience} calls in a row, so it is no constant"
     try:
-        known = restored(*slot.region, arguments)
+        if slot.pack is None:
+            return shared(slot, arguments), None
+        known = restored(slot.region, arguments)
         leaves = [leaf.of(arguments) for leaf in slot.leaves]
         return slot.pack(leaves) if known is None else slot.pack(leaves, known), None
     except Refused as refusal:
@@ -173,21 +181,40 @@ def _tried(
         return {}, f"an error of qinductor's own: {type(error).__name__}: {error}"
 
 
-def restored(signature: str, leaves: Sequence[Leaf], arguments: Sequence[Any]) -> Any:
-    """The weight that these leaves held when they were freed; None where none of them was.
+def shared(slot: Slot, arguments: Sequence[Any]) -> dict[str, torch.Tensor]:
+    """What was packed of a weight that was freed. Refused if it is there, or of another kind."""
+    entry = held(slot.region, arguments)
+    if entry is None or entry.weight != slot.weight:
+        raise Refused("the graph takes a freed weight from its packed form, and this one has none")
+    return {name: entry.tensors[name] for name in slot.names}
 
-    Refused if it was not packed from this region, whose graph may be another.
+
+def restored(region: Key, arguments: Sequence[Any]) -> Any:
+    """The weight that these leaves held when they were freed; None where none of them was."""
+    entry = held(region, arguments)
+    if entry is None or entry.weight is None:
+        return None
+    op, contract = entry.weight
+    return op.restored(contract, entry.tensors)
+
+
+def held(region: Key, arguments: Sequence[Any]) -> Entry | None:
+    """What holds the weight that these leaves held when they were freed; None where none was.
+
+    Axes of None are any. Refused if it was not packed from this region, whose graph may
+    be another.
     """
+    body, axes, leaves = region
     tensors = [leaf.of(arguments) for leaf in leaves]
     if not any(is_freed(tensor) for tensor in tensors):
         return None
-    region = (signature, *map(id, tensors))
+    identity = (body, *map(id, tensors))
     stamps = tuple(store.stamp_of(leaf, arguments) for leaf in leaves)
     with LOCK:
         for entry in ENTRIES.values():
-            same = entry.region == region and entry.stamps[: len(stamps)] == stamps
-            if same and entry.restore is not None and entry.refused is None:
-                return entry.restore(entry.tensors)
+            same = entry.region == identity and entry.stamps[: len(stamps)] == stamps
+            if same and entry.weight and entry.refused is None and axes in (None, entry.axes):
+                return entry
     raise Refused("its memory was freed (weights='replace'), and it was packed in another form")
 
 
@@ -219,9 +246,12 @@ def replace(leaves: Sequence[Leaf], arguments: Sequence[Any]) -> tuple[int, list
 
 
 def _mark(identity: int, before: store.Stamp, after: store.Stamp) -> None:
-    """Entries that were packed from a tensor as it was stay current now that it is freed."""
+    """Entries that were packed from a tensor as it was stay current now that it is freed.
+
+    What was refused is tried again: a graph may take now what is packed.
+    """
     for entry in ENTRIES.values():
-        for i, (reference, _) in enumerate(entry.references):
+        for i, (reference, _) in enumerate(entry.references if entry.refused is None else ()):
             if reference == identity and entry.stamps[i] == before:
                 entry.stamps = (*entry.stamps[:i], after, *entry.stamps[i + 1 :])
                 entry.fingerprints = (*entry.fingerprints[:i], (), *entry.fingerprints[i + 1 :])
@@ -273,10 +303,10 @@ def _remember(
 ) -> Entry:
     key = store.key_of(slot, arguments)
     old = ENTRIES.get(key)
-    restore = slot.restore
+    weight = slot.weight
     if old is not None and refused is None and store.is_current(slot, old, arguments):
         tensors = {**tensors, **old.tensors}  # another plan of the same weight
-        restore = restore or old.restore
+        weight = weight or old.weight
 
     def gone(_: Any) -> None:
         dead = made()
@@ -295,8 +325,9 @@ def _remember(
         store.fingerprints_of(slot, arguments),
         tensors,
         refused,
-        region=(slot.region[0], *(id(leaf.of(arguments)) for leaf in slot.region[1])),
-        restore=restore,
+        region=(slot.region[0], *(id(leaf.of(arguments)) for leaf in slot.region[2])),
+        axes=slot.region[1],
+        weight=weight,
     )
     made = weakref.ref(entry)
     ENTRIES[key] = entry

@@ -489,7 +489,7 @@ class Toy:
 
 def toys(*providers: Toy) -> Op:
     """An operator that is in no registry, the reference registered first."""
-    toy = Op("toy", DequantMatmul, reference, DEQUANT_MATMUL.cost)
+    toy = Op("toy", DequantMatmul, reference, DEQUANT_MATMUL.cost, DEQUANT_MATMUL.weight)
     for provider in (Toy("reference", INFINITE, reference=True), *providers):
         toy.register(provider)
     return toy
@@ -602,6 +602,29 @@ def samples() -> Iterator[tuple[str, tuple[Any, ...]]]:
         yield "dequant_bmm", (x.mT.contiguous().mT, tensors, *texts)
         ends = torch.linspace(2, 5 * len(sources) - 1, len(sources)).int()
         yield "dequant_grouped_matmul", (x.flatten(0, 1), ends, tensors, *texts)
+    for chosen in (CASES[10], CASES[18], CASES[30], CASES[32], EXPERTS[1]):
+        yield "dequant_weight", weight_alone(chosen)[0]
+
+
+def weight_alone(chosen: Case) -> tuple[tuple[list[torch.Tensor], str], torch.Tensor]:
+    """(arguments of dequant_weight, the weight as the specification has it)."""
+    operator, contract = DEQUANT_MATMUL.weight(chosen.contract)
+    assert operator == "dequant_weight"
+    experts = chosen.contract.experts
+    sources = [chosen.make(expert)[1] for expert in range(max(1, experts))]
+    plan = Plan(((INFINITE, "reference"),))
+    held = plan.pack(DEQUANT_MATMUL, chosen.contract, sources if experts else sources[0])
+    weights = [dequantize(source.weight) for source in sources]
+    names = DEQUANT_MATMUL.operands(contract)
+    expected = torch.stack(weights) if experts else weights[0]
+    return ([held[name] for name in names], str(contract)), expected
+
+
+@pytest.mark.parametrize("chosen", [*CASES, *EXPERTS], ids=lambda chosen: chosen.name)
+def test_the_weight_alone(chosen):
+    arguments, expected = weight_alone(chosen)
+    got = torch.ops.qinductor.dequant_weight(*arguments)
+    assert not difference(got, expected) and got.is_contiguous()
 
 
 SAMPLES = list(samples())
@@ -610,15 +633,16 @@ SAMPLES = list(samples())
 def test_every_operator_has_samples():
     registered = [n for n in torch._C._dispatch_get_all_op_names() if n.startswith("qinductor::")]
     assert {n.removeprefix("qinductor::") for n in registered} == {name for name, _ in SAMPLES}
-    assert set(OPS) == {"dequant_matmul"}  # whose contract and providers are those of all three
+    assert set(OPS) == {"dequant_matmul"}  # whose contract and providers are those of all four
 
 
-@pytest.mark.parametrize("i", range(len(SAMPLES)), ids=lambda i: f"{SAMPLES[i][1][-2]} {i}")
+@pytest.mark.parametrize("i", range(len(SAMPLES)), ids=lambda i: f"{SAMPLES[i][0]} {i}")
 def test_opcheck(i):
     name, arguments = SAMPLES[i]
     tests = ["test_schema", "test_autograd_registration", "test_faketensor"]
     tests.append("test_aot_dispatch_dynamic")
-    if any(t.dtype in FLOAT8 for t in arguments[-3]):
+    held = next(argument for argument in arguments if isinstance(argument, list))
+    if any(t.dtype in FLOAT8 for t in held):
         tests.remove("test_schema")  # compares inputs by torch.allclose, which float8 has not
     operator = getattr(torch.ops.qinductor, name).default
     torch.library.opcheck(operator, arguments, test_utils=tests)
