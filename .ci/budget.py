@@ -19,8 +19,8 @@ DEVICE_LINES = 150  # straight-line kernels read better whole
 
 # "path" or "path:qualified.name" -> why it may be longer
 EXEMPT: dict[str, str] = {
-    "core": "any weight format (locate, rows); weights that differ or are freed (runtime, retrace, "
-    "store, freed). At 3,000 lines a family's own probing has to move to the family",
+    "core": "any weight format (locate, rows) and weights that differ or are freed (runtime, "
+    "retrace, store, freed); from 3,000 lines on a family's own probing has to move to the family",
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

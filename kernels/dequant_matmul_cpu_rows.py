@@ -14,6 +14,7 @@ from qinductor.kernels.dequant_matmul import (
     int4_group,
     int4_scales,
 )
+from qinductor.op import Spec
 
 aten = torch.ops.aten
 _int4pack_mm = aten._weight_int4pack_mm_for_cpu.default
@@ -108,7 +109,7 @@ class Int4RowKernel:
     def limit(self, contract: DequantMatmul, dense: bool = False) -> int:
         return _limit("int4", contract, dense)
 
-    def operands(self, contract: DequantMatmul) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def operands(self, contract: DequantMatmul) -> dict[str, Spec]:
         n, g = contract.weight.n, int4_group(contract)
         k = contract.weight.k + (g if contract.bias else 0)
         return {
@@ -176,7 +177,7 @@ class Int8RowKernel:
     def limit(self, contract: DequantMatmul, dense: bool = False) -> int:
         return _limit("int8", contract, dense)
 
-    def operands(self, contract: DequantMatmul) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def operands(self, contract: DequantMatmul) -> dict[str, Spec]:
         w = contract.weight
         return {"codes": ((w.n, w.k), torch.int8), "row_scale": ((w.n,), contract.x)}
 

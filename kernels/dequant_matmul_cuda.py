@@ -12,6 +12,7 @@ from qinductor.kernels.dequant_matmul import (
     int4_group,
     int4_scales,
 )
+from qinductor.op import Spec
 
 aten = torch.ops.aten
 INNER_K_TILES = 8  # K must be a multiple of 16 times this
@@ -57,7 +58,7 @@ class Int4TensorCoreKernel:
     def limit(self, contract: DequantMatmul, dense: bool = False) -> int:
         return 16
 
-    def operands(self, contract: DequantMatmul) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def operands(self, contract: DequantMatmul) -> dict[str, Spec]:
         w = contract.weight
         tiles = (w.n // 8, w.k // (16 * INNER_K_TILES), 32, INNER_K_TILES // 2)
         return {

@@ -12,6 +12,7 @@ from qinductor.kernels.dequant_matmul import (
     Reference,
 )
 from qinductor.kernels.dequant_matmul_onednn import linear
+from qinductor.op import Spec
 
 
 class DenseWeight(Reference):
@@ -27,13 +28,10 @@ class DenseWeight(Reference):
     def runs_on(self, target: str) -> bool:
         return target == "cpu"
 
-    def operands(self, contract: DequantMatmul) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        w = contract.weight
-        found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"dense": ((w.n, w.k), w.dtype)}
-        for name in ("output_scale", "bias"):
-            if name in (kept := super().operands(contract)):
-                found[name] = kept[name]
-        return found
+    def operands(self, contract: DequantMatmul) -> dict[str, Spec]:
+        w, kept = contract.weight, super().operands(contract).items()
+        others = {name: spec for name, spec in kept if name in ("output_scale", "bias")}
+        return {"dense": ((w.n, w.k), w.dtype), **others}
 
     def pack(self, contract: DequantMatmul, source: Operands) -> dict[str, torch.Tensor]:
         w = source.weight

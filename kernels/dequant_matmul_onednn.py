@@ -132,11 +132,12 @@ class Bound:
             for columns, _, bk in self.pieces
         ]
 
-    def __call__(self, x: torch.Tensor, packed: Sequence[torch.Tensor]) -> torch.Tensor:
-        def operand(name: str) -> torch.Tensor | None:
-            return packed[self.place[name]] if name in self.place else None
+    def _named(self, packed: Sequence[torch.Tensor], name: str) -> torch.Tensor | None:
+        return packed[self.place[name]] if name in self.place else None
 
-        added, scale, order = operand("bias"), operand("output_scale"), operand("order")
+    def __call__(self, x: torch.Tensor, packed: Sequence[torch.Tensor]) -> torch.Tensor:
+        names = ("bias", "output_scale", "order")
+        added, scale, order = (self._named(packed, name) for name in names)
         bias = added if scale is None else None  # a scaled product is rounded first
         out = self._product(x if order is None else x[:, order], packed, bias)
         if scale is None:
@@ -168,11 +169,11 @@ class Bound:
         """Scale, zero and outer scale, [runs, packed rows, blocks or 1, 1]."""
         found: list[torch.Tensor | None] = []
         for name in ("scale", "zero"):
-            grid = packed[self.place[name]] if name in self.place else None
+            grid = self._named(packed, name)
             if grid is not None:
                 grid = self._in_runs(by_row(self.form, grid, self.form.n))
             found.append(grid)
-        outer = packed[self.place["outer"]] if "outer" in self.place else None
+        outer = self._named(packed, "outer")
         return [*found, None if outer is None else self._in_runs(outer[:, None])]
 
     def _in_runs(self, rows: torch.Tensor) -> torch.Tensor:
@@ -194,7 +195,7 @@ class Bound:
         self, rows: slice, packed: Sequence[torch.Tensor], grids: Sequence[torch.Tensor | None]
     ) -> torch.Tensor:
         """W of these packed rows, dense, [runs * packed rows, K]."""
-        table = packed[self.place["table"]] if "table" in self.place else None
+        table = self._named(packed, "table")
         codes, found = packed[0] if len(self.strips) == 1 else packed[0][rows], []
         loops = self.loops[rows.stop - rows.start]
         for (columns, blocks, bk), run in zip(self.pieces, loops, strict=True):

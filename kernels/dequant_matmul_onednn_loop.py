@@ -88,7 +88,7 @@ def _compiled(
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     # A graph of its own for each format: Dynamo counts recompiles by code object.
-    graph = torch.fx.symbolic_trace(lambda q, s, z, t, table: rows(q, s, z, t, table))
+    graph = torch.fx.symbolic_trace(rows)
     return Direct(graph, patches, fixed)
 
 
@@ -155,7 +155,7 @@ class Direct:
     Leaving them out is sound where every shape was compared with the reference on its first call.
     """
 
-    def __init__(self, graph: torch.fx.GraphModule, patches: dict[str, bool], fixed: bool) -> None:
+    def __init__(self, graph: torch.fx.GraphModule, patches: dict[str, Any], fixed: bool) -> None:
         self.run: Callable[[list[Any]], Sequence[torch.Tensor]] | None = None
         # What `run` takes, in its order: (which tensor, the axis whose size it is or None); or
         # (None, a number), where only a stride that no element depends on is as large.

@@ -17,8 +17,7 @@ The last rows of a packed tensor may be filled with codes that nothing reads.
 import torch
 
 from qinductor.contracts import WeightFormat
-
-Shape = tuple[tuple[int, ...], torch.dtype]
+from qinductor.op import Spec
 
 
 def runs(form: WeightFormat) -> int:
@@ -26,7 +25,7 @@ def runs(form: WeightFormat) -> int:
     return {8: 1, 4: 2}.get(form.bits, 8)
 
 
-def operand(form: WeightFormat) -> tuple[str, Shape]:
+def operand(form: WeightFormat) -> tuple[str, Spec]:
     """Name, shape and dtype of the packed codes."""
     rows = -(-form.n // runs(form))
     if form.bits == 8:

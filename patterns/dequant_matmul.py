@@ -56,7 +56,7 @@ ROW_READS = LOOKUPS | {aten.index.Tensor, aten.index_select.default}  # of some 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Parts:
-    """The regions of one site, and where the leaves of each start in the site's leaves."""
+    """The regions of one site; the site's leaves are those of each, in this order."""
 
     weight: Region
     bias: Region | None

@@ -38,9 +38,9 @@ LOOKUPS = {aten.embedding.default}
 class Product:
     """One product with a quantised weight.
 
-    weight   the node that is dequantised, and where its axes are
-    inputs   the activation and, of a grouped product, the offsets
-    form     how the product stands to its operator, see `Lowering`
+    weight, axes    the node that is dequantised, and what its axes are
+    inputs          the activation and, of a grouped product, the offsets
+    operator, form  what takes the product, and how it stands to that, see `Lowering`
     """
 
     node: Node

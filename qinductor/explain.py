@@ -22,9 +22,9 @@ def explain(
     Weights are identified and proved but not packed; freed ones are restored.
     Errors: OptionError for bad options.
     """
-    model = getattr(model, "_torchdynamo_orig_callable", getattr(model, "_orig_mod", model))
     from qinductor import load
 
+    model = getattr(model, "_torchdynamo_orig_callable", getattr(model, "_orig_mod", model))
     for name, _ in Options.of(options, None).patterns:
         unknown("pattern", name, [pattern.name for pattern in load()])
     found: list[Report] = []

@@ -34,7 +34,8 @@ class Structure:
     reach         smallest and largest W for the codes tried, under unit scales; None if one of them
                   was no whole number
     scales, zero  the parameters
-    zero_moves    what a zero does: "inside" (q - z), or "outside" where it is added after scaling
+    zero_moves    what a zero does: "inside" (q - z), or "outside" where it is added after scaling;
+                  "" where there is none
     dtypes        dtypes in which the region computes
     evaluations   how many runs on probes this took
     """
@@ -109,7 +110,7 @@ def _structure(reduced: Reduced, probe: Prober) -> Structure:
     levels = probe.settle({} if zero is None else {zero: probe.like(zero, 0)})
     density = probe.density([*filter(None, [zero]), *(node for node, _ in scales)])
     _check_distinct(density, levels)
-    carriers = carriers_of(probe, levels)
+    carriers = carriers_of(levels)
     found = tuple(
         located(reduced, probe, node, factor(probe, carriers, levels, how), how)
         for node, how in scales
@@ -126,7 +127,8 @@ def _structure(reduced: Reduced, probe: Prober) -> Structure:
         zero_parameter = dataclasses.replace(zero_parameter, sign=sign)
     region = reduced.region
     dependent = descendants(region.nodes, {reduced.code})
-    computing = [n.meta["val"].dtype for n in region.nodes if n in dependent]
+    dtypes = [n.meta["val"].dtype for n in region.nodes if n in dependent]
+    computing = [dtype for dtype in dtypes if dtype in (torch.float64, *FLOATS)]
     return Structure(
         code=region.nodes.index(reduced.code),
         density=density,
@@ -134,7 +136,7 @@ def _structure(reduced: Reduced, probe: Prober) -> Structure:
         scales=found,
         zero=zero_parameter,
         zero_moves=moves,
-        dtypes=tuple(dict.fromkeys([region.dtype, *(d for d in computing if _computes(d))])),
+        dtypes=tuple(dict.fromkeys([region.dtype, *computing])),
         evaluations=probe.evaluations,
     )
 
@@ -289,7 +291,3 @@ def _reach(levels: Sequence[torch.Tensor]) -> tuple[float, float] | None:
     if any((level != level.round()).any() for level in levels):
         return None
     return min(float(v.min()) for v in levels), max(float(v.max()) for v in levels)
-
-
-def _computes(dtype: torch.dtype) -> bool:
-    return dtype in (torch.float64, *FLOATS)

@@ -1,7 +1,7 @@
 """Where the entries of a scale or zero lie over W: one parameter's blocks, read off probes.
 
-Base-16 digits of an entry's index are written into the parameter; what W moves by says which digit
-each element took, and so which entry.
+Base-16 digits of an entry's index (base-8 where the parameter is an exponent) are written into it;
+what W moves by says which digit each element took, and so which entry.
 """
 
 import contextlib
@@ -35,7 +35,8 @@ class Parameter:
                 base[j] + i * step
     jump      from an entry to that of the same block of the next expert
     sign      -1 where the region adds what the format subtracts
-    how       what a scale does: "*" or "/" of W, or "^": W is multiplied by 2 to its power
+    how       what a scale does: "*" or "/" of W, or "^": W is multiplied by 2 to its power; "+" of
+              a zero
     order     position -> column of W, where blocks are of permuted columns; else None
     """
 
@@ -66,7 +67,7 @@ class Parameter:
         return entries * self.sign if self.sign != 1 else entries
 
 
-def carriers_of(probe: Prober, levels: Sequence[torch.Tensor]) -> list[int]:
+def carriers_of(levels: Sequence[torch.Tensor]) -> list[int]:
     """The fewest fills such that no element of W is 0 for all of them."""
     for size in range(1, len(levels) + 1):
         for chosen in itertools.combinations(range(len(levels)), size):
@@ -84,8 +85,8 @@ def factor(
         found = torch.zeros_like(levels[0])
         for i in reversed(carriers):
             value = probe(probe.fills[i], given)
-            factor = levels[i] / value if how == "/" else value / levels[i]
-            found = torch.where(levels[i] != 0, factor, found)
+            ratio = levels[i] / value if how == "/" else value / levels[i]
+            found = torch.where(levels[i] != 0, ratio, found)
         return found.log2() if how == "^" else found - 1
 
     return digit

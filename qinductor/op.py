@@ -12,6 +12,7 @@ from qinductor.errors import Refused
 M = sympy.Symbol("M", integer=True, nonnegative=True)
 LIBRARY = torch.library.Library("qinductor", "DEF")
 INFINITE = 1 << 62
+Spec = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of a packed tensor
 
 
 class Provider(Protocol):
@@ -40,7 +41,7 @@ class Provider(Protocol):
         """Largest M up to which measurement prefers this provider over those that go further;
         `dense`: where a dense weight is allowed."""
 
-    def operands(self, contract: Any) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def operands(self, contract: Any) -> dict[str, Spec]:
         """Name, shape and dtype of each packed tensor that `run` takes, all contiguous, in order.
 
         A name means the same tensor for every provider of the operator."""
@@ -78,7 +79,7 @@ class Op:
             raise ValueError(f"{self.name} has a provider {provider.name!r} already")
         self.providers[provider.name] = provider
 
-    def operands(self, contract: Any) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def operands(self, contract: Any) -> dict[str, Spec]:
         """The packed tensors of the reference, from which `restored` makes what was packed."""
         return _stacked(contract, [self.specification])
 
@@ -130,9 +131,7 @@ def single(contract: Any) -> tuple[Any, int]:
     return (dataclasses.replace(contract, experts=0), experts) if experts else (contract, 0)
 
 
-def _stacked(
-    contract: Any, providers: Sequence[Provider]
-) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def _stacked(contract: Any, providers: Sequence[Provider]) -> dict[str, Spec]:
     """What providers pack, for every expert if there are any: [experts, ...]."""
     one, experts = single(contract)
     found = {}
@@ -164,20 +163,17 @@ class Plan:
     @property
     def summary(self) -> str:
         """The plan as the report prints it."""
-        return ", ".join(
-            name
-            if limit >= INFINITE and len(self.steps) == 1
-            else f"{name} (M > {self.steps[i - 1][0]})"
-            if limit >= INFINITE
-            else f"{name} (M <= {limit})"
-            for i, (limit, name) in enumerate(self.steps)
-        )
+        words, below = [], ""
+        for limit, name in self.steps:
+            words.append(name + (below if limit >= INFINITE else f" (M <= {limit})"))
+            below = f" (M > {limit})"
+        return ", ".join(words)
 
-    def operands(self, entry: Op, contract: Any) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def operands(self, entry: Op, contract: Any) -> dict[str, Spec]:
         """All packed tensors that the plan's providers take, each once; for experts stacked."""
         return _stacked(contract, [entry.providers[name] for _, name in self.steps])
 
-    def packs(self, entry: Op, contract: Any) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def packs(self, entry: Op, contract: Any) -> dict[str, Spec]:
         """All packed tensors that are kept."""
         kept = entry.operands(contract) if self.whole else {}
         return {**self.operands(entry, contract), **kept}

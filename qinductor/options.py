@@ -10,13 +10,7 @@ from qinductor.errors import OptionError
 SETTINGS = ("on", "off", "require")
 TARGETS = ("cpu", "sm_80", "sm_90", "sm_100")
 WEIGHTS = ("keep", "replace")
-MODES = (
-    "default",
-    "reduce-overhead",
-    "max-autotune",
-    "max-autotune-no-cudagraphs",
-    "lite",
-)
+MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs", "lite")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,14 +53,12 @@ class Options:
         _check("mode", mode, MODES)
         _check("target", target, TARGETS)
         _check("weights", weights, WEIGHTS)
-        object.__setattr__(self, "patterns", tuple(sorted(patterns.items())))
-        object.__setattr__(self, "mode", mode)
         if not isinstance(dense, bool):
             raise OptionError(f"option dense is {dense!r}; wanted True or False")
-        object.__setattr__(self, "target", target)
-        object.__setattr__(self, "dense", dense)
-        object.__setattr__(self, "weights", weights)
-        object.__setattr__(self, "inductor", tuple(sorted(inductor.items())))
+        vars(self).update(  # frozen, so that assignments raise
+            patterns=tuple(sorted(patterns.items())), mode=mode, target=target, dense=dense,
+            weights=weights, inductor=tuple(sorted(inductor.items())),
+        )  # fmt: skip
 
     @classmethod
     def of(cls, options: "Mapping[str, Any] | Options | None", mode: str | None) -> "Options":

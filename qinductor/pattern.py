@@ -22,7 +22,7 @@ class Lowering:
     op, contract, plan  what runs it
     operator            name of the torch operator: the op's own, or another form of it
     form                "plain"; "turned": the last two axes of activation and result are exchanged;
-                        "batched": the rows of all batches are one product's
+                        "batched": the rows of all batches are one product's; "turned batched"
     replaced            the node whose value the operator gives
     inputs              the operator's activations
     bypassed            (node, the operand that takes its place) for nodes the operator absorbs

@@ -11,7 +11,6 @@ from qinductor.errors import Refused
 from qinductor.regions import CASTS, INTEGER, MOVES, Region, aten, evaluate
 from qinductor.rows import Prefix, Rows
 
-SAMPLE = 1 << 16  # elements in which the values of codes are counted
 BUDGET = 40  # evaluations of one region, the two whole ones of `read` included
 # What reads entries of its first argument at the places that another argument names.
 LOOKUPS = {

@@ -2,7 +2,8 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -108,21 +109,25 @@ def _coded(unit: torch.Tensor, dtype: torch.dtype, structure: Structure) -> _Cod
         # Other weights of the kind may use codes that this one does not; but not at more bits.
         wide = min(low, structure.reach[0]), max(high, structure.reach[1])
         signed = structure.reach[0] < 0
-        limits = [wide, (low, high)] if structure.density < 8 else [(low, high)]
-        for name in filter(None, (_integer(*limit, structure, signed) for limit in limits)):
-            storage = torch.int8 if name.startswith("int") else torch.uint8
-            return _Coded(name, whole.to(storage).contiguous())
+        packed = structure.density < 8  # else a code has a word of its own
+        widths = range(1, math.ceil(structure.density) + 1) if packed else WORDS
+        for limits in [wide, (low, high)] if packed else [(low, high)]:
+            coded = _integers(whole, limits, widths, signed)
+            if coded is not None:
+                return coded
     return _codebook(whole, structure)
 
 
-def _integer(low: float, high: float, structure: Structure, signed: bool) -> str | None:
-    """The narrowest integer code type for this range; None if a codebook is narrower."""
-    packed = structure.density < 8
-    for bits in range(1, 9) if packed else WORDS:
+def _integers(
+    values: torch.Tensor, limits: tuple[float, float], widths: Iterable[int], signed: bool
+) -> _Coded | None:
+    """Whole numbers as codes of the narrowest type that holds the limits; None if none does."""
+    for bits in widths:
         for name in ("int", "uint") if signed else ("uint", "int"):
             smallest, largest = code_range(f"{name}{bits}") or (0, 0)
-            if smallest <= low and high <= largest:
-                return None if packed and bits > -(-structure.density // 1) else f"{name}{bits}"
+            if smallest <= limits[0] and limits[1] <= largest:
+                storage = torch.int8 if name == "int" else torch.uint8
+                return _Coded(f"{name}{bits}", values.to(storage).contiguous())
     return None
 
 
@@ -319,10 +324,4 @@ def _without_zero(coded: _Coded, zero: torch.Tensor) -> _Coded | None:
     bits = int(coded.name[-1])
     moved = coded.codes.to(torch.int16) - int(first)
     low, high = (limits[0] - first, limits[1] - first) if bits < 8 else map(float, moved.aminmax())
-    for narrow in sorted({bits, *(w for w in WORDS if bits == 8)}):
-        for name in ("int", "uint") if low < 0 else ("uint", "int"):
-            smallest, largest = code_range(f"{name}{narrow}") or (0, 0)
-            if smallest <= low and high <= largest:
-                storage = torch.int8 if name == "int" else torch.uint8
-                return _Coded(f"{name}{narrow}", moved.to(storage))
-    return None
+    return _integers(moved, (low, high), WORDS if bits == 8 else [bits], low < 0)

@@ -214,11 +214,7 @@ def _part(node: Node) -> tuple[Any, tuple[Any, ...]]:
     if split.target not in (aten.split.Tensor, aten.split_with_sizes.default):
         raise Refused(f"the weight is taken from the results of {split.target}")
     sizes, dim = given
-    ends = (
-        [j * sizes for j in (i, i + 1)]
-        if isinstance(sizes, int)
-        else [sum(sizes[:j]) for j in (i, i + 1)]
-    )
+    ends = [j * sizes if isinstance(sizes, int) else sum(sizes[:j]) for j in (i, i + 1)]
     return aten.slice.Tensor, (source, dim, *ends)
 
 

@@ -71,13 +71,17 @@ class Report:
         self.variants += 1
         for site in other.sites:
             site.variant = self.variants
+        self.notes.append(f"variant {self.variants} was compiled at run time: {reason}")
+        self.include(other)
+
+    def include(self, other: "Report") -> None:
+        """Appends another report's sites and notes, and adds its seconds and bytes."""
         self.sites.extend(other.sites)
+        self.notes.extend(other.notes)
         self.matching_seconds += other.matching_seconds
         self.packed_bytes += other.packed_bytes
         self.dense_bytes += other.dense_bytes
         self.freed_bytes += other.freed_bytes
-        self.notes.append(f"variant {self.variants} was compiled at run time: {reason}")
-        self.notes.extend(other.notes)
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data; `sites` holds one dict per row."""
@@ -131,14 +135,8 @@ def joined(parts: list[Report]) -> Report:
     """One report over several graphs."""
     if len(parts) == 1:
         return parts[0]
-    return Report(
-        target=parts[0].target if parts else "cpu",
-        sites=[site for part in parts for site in part.sites],
-        matching_seconds=sum(part.matching_seconds for part in parts),
-        packed_bytes=sum(part.packed_bytes for part in parts),
-        dense_bytes=sum(part.dense_bytes for part in parts),
-        freed_bytes=sum(part.freed_bytes for part in parts),
-        graphs=len(parts),
-        variants=sum(part.variants for part in parts),
-        notes=[note for part in parts for note in part.notes],
-    )
+    target = parts[0].target if parts else "cpu"
+    whole = Report(target, graphs=len(parts), variants=sum(part.variants for part in parts))
+    for part in parts:
+        whole.include(part)
+    return whole

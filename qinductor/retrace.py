@@ -86,7 +86,7 @@ def copied(gm: GraphModule) -> GraphModule:
 
 def scope_of(graph: Graph, gm: GraphModule, arguments: Sequence[Any]) -> Scope:
     """Which placeholders hold constants, by what AOTAutograd and Dynamo say of them."""
-    dynamo = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    dynamo = holders(gm)
     written = {
         argument
         for node in graph.nodes

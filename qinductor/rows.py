@@ -39,6 +39,8 @@ class Prefix:
 
 Demand = Prefix | None  # None: the whole
 Needs = dict[Node, Demand]
+# Of a node: (what is needed of each input, its arguments with sizes made to fit).
+Carried = tuple[Needs, tuple[Any, ...]]
 
 
 class Rows:
@@ -99,34 +101,31 @@ def _shape(node: Any) -> tuple[int, ...]:
     return tuple(int(size) for size in node.meta["val"].shape)
 
 
-def _rule(node: Any, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
-    """(what of each input this node needs, its arguments with sizes made to fit)."""
-    target: Any = node.target
-    arguments: Any = node.args
+def _rule(node: Any, want: Prefix) -> Carried:
+    target = node.target
     if target in MAKERS:
-        return {}, arguments
+        return {}, node.args
+    if target in SAME:
+        return {node.args[0]: want}, node.args
     if target in VIEWS:
         return _view(node, want)
-    if target in SAME:
-        return {arguments[0]: want}, arguments
-    handler = _HANDLERS.get(target)
-    if handler is not None:
-        return handler(node, want)
+    if target in _HANDLERS:
+        return _HANDLERS[target](node, want)
     if isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags:
-        return _pointwise(node, want), arguments
+        return _pointwise(node, want)
     raise Untracked(f"{target} has no row rule")
 
 
-def _pointwise(node: Any, want: Prefix) -> Needs:
+def _pointwise(node: Any, want: Prefix) -> Carried:
     needs: Needs = {}
     for source in node.all_input_nodes:
         axis = want.axis - (len(_shape(node)) - len(_shape(source)))
         whole = axis < 0 or _shape(source)[axis] == 1
         needs[source] = None if whole else Prefix(axis, want.size)
-    return needs
+    return needs, node.args
 
 
-def _view(node: Any, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
+def _view(node: Any, want: Prefix) -> Carried:
     source, shape, inner = node.args[0], list(_shape(node)), _shape(node.args[0])
     before, after = math.prod(shape[: want.axis]), math.prod(shape[want.axis + 1 :])
     for axis, size in enumerate(inner):
@@ -141,31 +140,31 @@ def _view(node: Any, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
     raise Untracked(f"rows of {list(_shape(node))} are no rows of {list(inner)}")
 
 
-def _expand(node: Any, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
+def _expand(node: Any, want: Prefix) -> Carried:
     shape = list(_shape(node))
     shape[want.axis] = want.size
-    return _pointwise(node, want), (node.args[0], shape)
+    return _pointwise(node, want)[0], (node.args[0], shape)
 
 
-def _permute(node: Any, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
+def _permute(node: Any, want: Prefix) -> Carried:
     source, dims = node.args
     return {source: Prefix(dims[want.axis] % len(dims), want.size)}, node.args
 
 
-def _transpose(node: Any, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
+def _transpose(node: Any, want: Prefix) -> Carried:
     rank = len(_shape(node))
     a, b = (int(d) % rank for d in (node.args[1:] or (0, 1)))
     axis = {a: b, b: a}.get(want.axis, want.axis) if rank > 1 else want.axis
     return {node.args[0]: Prefix(axis, want.size)}, node.args
 
 
-def _unsqueeze(node: Any, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
+def _unsqueeze(node: Any, want: Prefix) -> Carried:
     source, dim = node.args[0], int(node.args[1]) % len(_shape(node))
     need = None if dim == want.axis else Prefix(want.axis - (dim < want.axis), want.size)
     return {source: need}, node.args
 
 
-def _squeeze(node: Any, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
+def _squeeze(node: Any, want: Prefix) -> Carried:
     source, dims = node.args
     inner = _shape(source)
     gone = {int(d) % len(inner) for d in (dims if isinstance(dims, (list, tuple)) else [dims])}
@@ -175,7 +174,7 @@ def _squeeze(node: Any, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
     return {source: Prefix(kept[want.axis], want.size)}, node.args
 
 
-def _sum(node: Any, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
+def _sum(node: Any, want: Prefix) -> Carried:
     source, dims, keep = (*node.args, False)[:3]
     rank = len(_shape(source))
     gone = {int(d) % rank for d in dims}
@@ -183,7 +182,7 @@ def _sum(node: Any, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
     return {source: None if axis in gone else Prefix(axis, want.size)}, node.args
 
 
-def _view_dtype(node: Any, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
+def _view_dtype(node: Any, want: Prefix) -> Carried:
     source, size = node.args[0], want.size
     if want.axis == len(_shape(node)) - 1:
         bits = [n.meta["val"].dtype.itemsize for n in (node, source)]
@@ -191,7 +190,7 @@ def _view_dtype(node: Any, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
     return {source: Prefix(want.axis, size)}, node.args
 
 
-def _slice(node: Any, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
+def _slice(node: Any, want: Prefix) -> Carried:
     given: tuple[Any, ...] = tuple(node.args)
     source, dim, start, _, step = given + (0, 0, None, 1)[len(given) - 1 :]
     rank, inner = len(_shape(node)), _shape(source)
@@ -203,12 +202,12 @@ def _slice(node: Any, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
     return {source: Prefix(want.axis, size)}, (source, dim, start, size, step)
 
 
-def _select(node: Any, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
+def _select(node: Any, want: Prefix) -> Carried:
     source, dim = node.args[0], int(node.args[1]) % (len(_shape(node)) + 1)
     return {source: Prefix(want.axis + (want.axis >= dim), want.size)}, node.args
 
 
-def _cat(node: Any, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
+def _cat(node: Any, want: Prefix) -> Carried:
     dim = (int(node.args[1]) if len(node.args) > 1 else 0) % len(_shape(node))
     if dim != want.axis:
         return dict.fromkeys(node.all_input_nodes, want), node.args
@@ -222,7 +221,7 @@ def _cat(node: Any, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
     return needs, ([part for part in node.args[0] if part in needs], dim)
 
 
-def _index(node: Any, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
+def _index(node: Any, want: Prefix) -> Carried:
     source, indices = node.args[0], list(node.args[1])
     used = [i for i, index in enumerate(indices) if index is not None]
     if len(used) != 1:
@@ -235,18 +234,18 @@ def _index(node: Any, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
     return {source: Prefix(axis, want.size), index: None}, node.args
 
 
-def _embedding(node: Any, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
+def _embedding(node: Any, want: Prefix) -> Carried:
     table, index = node.args[:2]
     return {table: None, index: want if want.axis < len(_shape(index)) else None}, node.args
 
 
-def _gather(node: Any, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
+def _gather(node: Any, want: Prefix) -> Carried:
     source, dim, index = node.args[:3]
     along = int(dim) % len(_shape(source)) == want.axis
     return {source: None if along else want, index: want}, node.args
 
 
-def _index_put(node: Any, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
+def _index_put(node: Any, want: Prefix) -> Carried:
     source, indices, values = node.args[:3]
     masks = [n for n in indices if n is not None and n.meta["val"].dtype is torch.bool]
     if len(indices) != 1 or not masks or _shape(masks[0]) != _shape(node) or _shape(values):
@@ -254,7 +253,7 @@ def _index_put(node: Any, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
     return {source: want, masks[0]: want, values: None}, node.args
 
 
-def _pad(node: Any, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
+def _pad(node: Any, want: Prefix) -> Carried:
     source, pads = node.args[0], list(node.args[1])
     at = 2 * (len(_shape(node)) - 1 - want.axis)  # pads run from the last axis, (before, after)
     if at < len(pads):
@@ -265,14 +264,14 @@ def _pad(node: Any, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
     return {source: want}, (source, pads, *node.args[2:])
 
 
-def _scatter(node: Any, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
+def _scatter(node: Any, want: Prefix) -> Carried:
     dim = (int(node.args[2]) if len(node.args) > 2 else 0) % len(_shape(node))
     if dim == want.axis:
         raise Untracked("the rows are written in blocks")
     return dict.fromkeys(node.all_input_nodes, want), node.args
 
 
-def _select_scatter(node: Any, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
+def _select_scatter(node: Any, want: Prefix) -> Carried:
     source, part, dim = node.args[:3]
     dim = int(dim) % len(_shape(node))
     if dim == want.axis:
@@ -281,7 +280,7 @@ def _select_scatter(node: Any, want: Prefix) -> tuple[Needs, tuple[Any, ...]]:
     return {source: want, part: inner}, node.args
 
 
-_HANDLERS: dict[Any, Callable[[Any, Prefix], tuple[Needs, tuple[Any, ...]]]] = {
+_HANDLERS: dict[Any, Callable[[Any, Prefix], Carried]] = {
     aten.expand.default: _expand,
     aten.permute.default: _permute,
     aten.transpose.int: _transpose,
@@ -302,5 +301,5 @@ _HANDLERS: dict[Any, Callable[[Any, Prefix], tuple[Needs, tuple[Any, ...]]]] = {
     aten.constant_pad_nd.default: _pad,
     aten.slice_scatter.default: _scatter,
     aten.select_scatter.default: _select_scatter,
-    aten.copy.default: lambda node, want: (_pointwise(node, want), node.args),
+    aten.copy.default: _pointwise,
 }

@@ -26,23 +26,18 @@ NOTES = 32  # of what happened at run time that a report keeps
 _handed = threading.local()  # from `Compiled` to `Appending`, within one call
 
 
-def always(arguments: Sequence[Any]) -> bool:
-    """What a compile assumes of sizes that assumes nothing more than Dynamo's guards."""
-    return True
-
-
 @dataclasses.dataclass(eq=False)
 class Variant:
     """One compiled form of a graph.
 
     frees  leaves whose memory is given back once they are packed
-    holds  arguments -> whether what its compile assumed of their sizes holds
+    holds  arguments -> whether what its compile assumed of their sizes beyond Dynamo's guards holds
     """
 
     compiled: Callable[..., Any]
     resolver: Resolver
     frees: Sequence[Leaf]
-    holds: Callable[[Sequence[Any]], bool] = always
+    holds: Callable[[Sequence[Any]], bool] = lambda arguments: True
 
 
 @dataclasses.dataclass(eq=False)

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -24,7 +24,7 @@ class Entry:
     """The packed tensors of one weight, or why there are none; valid while the stamps hold.
 
     references, stamps, fingerprints  one for each leaf
-    packed_at                         the resolver's call that packed it; 0 when compiled
+    packed_at                         (resolver, its call) that packed it; zeros when compiled
     streak                            packings on consecutive calls up to that one
     settled                           whether another variant of the graph would not take it either
     region                            (body, ids of the leaves) of the weight
@@ -36,7 +36,7 @@ class Entry:
     fingerprints: tuple[Any, ...]
     tensors: dict[str, torch.Tensor]
     refused: str | None = None
-    packed_at: tuple[int, int] = (0, 0)  # (resolver, its call)
+    packed_at: tuple[int, int] = (0, 0)
     streak: int = 1
     settled: bool = False
     region: tuple[Any, ...] = ()
@@ -98,6 +98,11 @@ def is_current(slot: Slot, entry: Entry, arguments: Sequence[Any]) -> bool:
         if stamp_of(leaf, arguments) != stamp:
             return False
     return True
+
+
+def serves(entry: Entry | None, slot: Slot, arguments: Sequence[Any]) -> TypeGuard[Entry]:
+    """Whether a slot can take an entry, or the reason that it holds."""
+    return entry is not None and is_current(slot, entry, arguments) and has_all(entry, slot)
 
 
 def stamp_of(leaf: Leaf, arguments: Sequence[Any]) -> Stamp:

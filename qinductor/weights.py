@@ -114,11 +114,7 @@ class Resolver:
         entry = slot.entry
         if entry is None or not store.is_current(slot, entry, arguments):
             entry = ENTRIES.get(store.key_of(slot, arguments))
-            if (
-                entry is None
-                or not store.is_current(slot, entry, arguments)
-                or not store.has_all(entry, slot)
-            ):
+            if not store.serves(entry, slot, arguments):
                 return None
             slot.entry = entry
         return entry
@@ -126,11 +122,7 @@ class Resolver:
     def _packed(self, slot: Slot, arguments: Sequence[Any]) -> Entry:
         with LOCK, unset_fake_temporarily(), torch.no_grad():
             known = ENTRIES.get(store.key_of(slot, arguments))
-            if (
-                known is None
-                or not store.is_current(slot, known, arguments)
-                or not store.has_all(known, slot)
-            ):
+            if not store.serves(known, slot, arguments):
                 # Written to, or put in the place of one that is gone; another layer is no change.
                 before = known or slot.entry
                 changed = before is not None and (
@@ -154,11 +146,7 @@ def seed(
     """Packs a slot when its graph is compiled, unless another graph or a tied weight has."""
     with LOCK:
         known = ENTRIES.get(store.key_of(slot, arguments))
-        if (
-            known is None
-            or not store.is_current(slot, known, arguments)
-            or not store.has_all(known, slot)
-        ):
+        if not store.serves(known, slot, arguments):
             known = _remember(slot, arguments, packed(), None)
         slot.entry = known
 
@@ -355,13 +343,11 @@ def refresh(model: torch.nn.Module | None = None) -> int:
 
 
 def _pointers(model: torch.nn.Module) -> set[int]:
-    found: set[int] = set()
-
-    for module in model.modules():
-        for value in (
-            *module._parameters.values(),
-            *module._buffers.values(),
-            *vars(module).values(),
-        ):
-            found.update(part.data_ptr() for part in parts(value) if not is_freed(part))
-    return found
+    return {
+        part.data_ptr()
+        for module in model.modules()
+        for held in (module._parameters, module._buffers, vars(module))
+        for value in held.values()
+        for part in parts(value)
+        if not is_freed(part)
+    }
