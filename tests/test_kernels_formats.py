@@ -130,6 +130,8 @@ CORNERS = (
 
 def strips(contract: DequantMatmul, seed: int = 0) -> tuple[onednn.Bound, list[torch.Tensor]]:
     """The strips of a contract, which no check has let fall back, and packed tensors."""
+    if onednn_loop.emulated(contract.weight) and torch.__version__ < "2.12":
+        pytest.skip("Inductor of torch 2.11 leaves roundings out; the reference serves")
     provider = onednn.DequantStrips()
     packed = list(provider.pack(contract, Case("", 1, contract).make(seed)[1]).values())
     with warnings.catch_warnings():
