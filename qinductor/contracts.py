@@ -257,10 +257,15 @@ def dequantize(weight: QuantizedWeight) -> torch.Tensor:
 def decoded(form: WeightFormat, codes: torch.Tensor, table: torch.Tensor | None) -> torch.Tensor:
     """The values of codes; integers and float8 are their own."""
     if form.codes in CODEBOOKS:
-        table = torch.tensor(CODEBOOKS[form.codes], device=codes.device)
+        table = _codebook(form.codes, codes.device)
     if table is None:
         return codes
     return table.index_select(0, codes.flatten().int()).view(codes.shape)  # 4 times as fast as []
+
+
+@functools.cache  # or it would be copied from the host while a CUDA graph is captured
+def _codebook(name: str, device: torch.device) -> torch.Tensor:
+    return torch.tensor(CODEBOOKS[name], device=device)
 
 
 def by_row(form: WeightFormat, grid: torch.Tensor, rows: int) -> torch.Tensor:

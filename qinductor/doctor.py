@@ -8,6 +8,7 @@ import os
 import pathlib
 import platform
 import re
+import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -91,9 +92,17 @@ def _machine() -> Iterator[Line]:
     if not (gpus := _gpus()):
         yield Line("machine", "gpu", "none", _why_no_gpu())
     for i, (name, target, memory) in enumerate(gpus):
-        driver = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]
-        cuda = f"CUDA {torch.version.cuda}, driver for {driver // 1000}.{driver % 1000 // 10}"
+        cuda = f"CUDA {torch.version.cuda}, driver {_driver()}"
         yield Line("machine", f"gpu {i}", f"{name}, {target}, {memory / 2**30:.0f} GiB, {cuda}")
+
+
+def _driver() -> str:
+    """The version of NVIDIA's driver, which torch does not say."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.split()[0]
+    except (OSError, IndexError, subprocess.TimeoutExpired):
+        return "unknown (no nvidia-smi)"
 
 
 def _gpus() -> list[tuple[str, str, int]]:

@@ -21,7 +21,7 @@ def line(name: str) -> Line:
 
 def gpu(monkeypatch, target="sm_90"):
     monkeypatch.setattr(doctor, "_gpus", lambda: [("NVIDIA H200", target, 141 << 30)])
-    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 13010, raising=False)
+    monkeypatch.setattr(qinductor.doctor, "_driver", lambda: "590.48")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
 
 
@@ -180,7 +180,7 @@ def test_properties_of_gpus(monkeypatch):
 def test_a_gpu(monkeypatch):
     gpu(monkeypatch)
     assert line("gpu 0") == Line(
-        "machine", "gpu 0", "NVIDIA H200, sm_90, 141 GiB, CUDA 13.0, driver for 13.1"
+        "machine", "gpu 0", "NVIDIA H200, sm_90, 141 GiB, CUDA 13.0, driver 590.48"
     )
     assert line("aten.int4pack_mm_cuda").found == "runs on sm_90"
     assert line("reference").found == "runs on cpu, sm_90"
