@@ -18,10 +18,22 @@ from torch.fx import Node
 from qinductor.errors import Refused
 from qinductor.locate import MoreRows, Parameter, carriers_of, factor, is_broadcast, located
 from qinductor.probe import SAMPLE, Prober, Reduced, descendants, told_apart
-from qinductor.regions import CODED, FLOAT8, FLOATS, INTEGER, VIEWS, Region, aten, describe
+from qinductor.regions import (
+    CASTS,
+    CODED,
+    FLOAT8,
+    FLOATS,
+    HALVES,
+    INTEGER,
+    VIEWS,
+    Region,
+    aten,
+    describe,
+)
 
 ROW_COUNTS = (32, 256)  # rows to probe on: enough for groups, enough for two blocks of 128
 SCALES = 2  # that a format has at most
+FUSED = {aten.addcmul.default, aten.addcdiv.default}
 NEAR = 0.05  # of a ratio of steps: they are rounded, and what is concluded is proved later
 
 
@@ -126,7 +138,8 @@ def _structure(reduced: Reduced, probe: Prober) -> Structure:
         zero_parameter = dataclasses.replace(zero_parameter, sign=sign)
     region = reduced.region
     dependent = descendants(region.nodes, {reduced.code})
-    computing = [n.meta["val"].dtype for n in region.nodes if n in dependent]
+    inner = [n for n in region.nodes if n in dependent]
+    computing = [*(n.meta["val"].dtype for n in inner), *(torch.float32 for n in inner if _wide(n))]
     return Structure(
         code=region.nodes.index(reduced.code),
         density=density,
@@ -293,3 +306,14 @@ def _reach(levels: Sequence[torch.Tensor]) -> tuple[float, float] | None:
 
 def _computes(dtype: torch.dtype) -> bool:
     return dtype in (torch.float64, *FLOATS)
+
+
+def _wide(node: Node) -> bool:
+    """Whether an operator that gives 16 bits computes in float32 what is not rounded in between."""
+    value = node.meta["val"]
+    if value.dtype not in HALVES or node.target in CASTS:
+        return False
+    given = [source.meta["val"] for source in node.all_input_nodes]
+    # A number of a wider type is taken as it is.
+    number = any(v.dim() == 0 and v.dtype in (torch.float32, torch.float64) for v in given)
+    return number or node.target in FUSED
