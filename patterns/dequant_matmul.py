@@ -272,8 +272,10 @@ def _bias(product: Product, scope: Scope) -> Region:
     if any(factor != 1 for factor in factors.values()):
         raise Refused(f"{node.target} must have beta = 1 and alpha = 1; it has {factors}")
     shape, out = tuple(bias.meta["val"].shape), node.meta["val"]
-    *experts, _, n = out.shape
-    allowed = [(n,), (1, n), (1,), *(found for e in experts for found in ((e, 1, n), (1, 1, n)))]
+    *batch, _, n = out.shape
+    allowed = [(n,), (1, n), (1,), *((1, 1, n) for _ in batch)]
+    if product.axes.expert is not None:
+        allowed += [(e, 1, n) for e in batch]
     if shape not in allowed:
         raise Refused(f"the bias must have shape [{n}]; it has {list(shape)}")
     if bias.meta["val"].dtype != out.dtype:
