@@ -198,7 +198,7 @@ def _parts(product: Product, scope: Scope) -> tuple[Parts, tuple[tuple[Node, Nod
     """(the site's regions, the product scale that is absorbed), or Refused."""
     weight, x = product.weight, product.inputs[0]
     order, varying = behind(weight, scope)
-    _check_constant("weight", varying, scope)
+    _check_constant("weight", order, varying, scope)
     products = [n for n in order if n.target in PRODUCTS]
     if products:
         raise Refused(
@@ -222,8 +222,16 @@ def _parts(product: Product, scope: Scope) -> tuple[Parts, tuple[tuple[Node, Nod
     return Parts(region, bias, output_scale), scaled
 
 
-def _check_constant(what: str, varying: Sequence[Node], scope: Scope) -> None:
+def _check_constant(
+    what: str, order: Sequence[Node], varying: Sequence[Node], scope: Scope
+) -> None:
     """Refused if anything behind the weight or bias varies; names the first three."""
+    lowered = next((n for n in order if str(n.target).startswith("qinductor.")), None)
+    if lowered is not None:  # its packed inputs are nothing that the user knows
+        raise Refused(
+            f"the {what} must be made of constants alone; a product that was lowered before, "
+            f"{lowered.name}, is computed into it"
+        )
     if varying:
         known = "; ".join(f"{n.name} {scope.why.get(n, f'is {n.target}')}" for n in varying[:3])
         raise Refused(f"the {what} must be made of constants; {known}")
@@ -264,14 +272,16 @@ def _bias(product: Product, scope: Scope) -> Region:
     if any(factor != 1 for factor in factors.values()):
         raise Refused(f"{node.target} must have beta = 1 and alpha = 1; it has {factors}")
     shape, out = tuple(bias.meta["val"].shape), node.meta["val"]
-    *experts, _, n = out.shape
-    allowed = [(n,), (1, n), (1,), *(found for e in experts for found in ((e, 1, n), (1, 1, n)))]
+    *batch, _, n = out.shape
+    allowed = [(n,), (1, n), (1,), *((1, 1, n) for _ in batch)]
+    if product.axes.expert is not None:
+        allowed += [(e, 1, n) for e in batch]
     if shape not in allowed:
         raise Refused(f"the bias must have shape [{n}]; it has {list(shape)}")
     if bias.meta["val"].dtype != out.dtype:
         raise Refused(f"the bias must be {short(out.dtype)}; it is {short(bias.meta['val'].dtype)}")
     order, varying = behind(bias, scope)
-    _check_constant("bias", varying, scope)
+    _check_constant("bias", order, varying, scope)
     return _vector(bias, order, scope)
 
 

@@ -130,11 +130,11 @@ def product_of(node: Node, scope: Scope) -> Product:
         return Product(node, weight, axes, (x,), bias, operator, "turned" if turned else "plain")
     _check_own_batch(weight)
     one = _unexpanded(weight)
-    if one is not None and bias is None:
+    if one is not None:
         rank = one.meta["val"].dim()
         axes = Axes(rank - 2, rank - 1) if turned else Axes(rank - 1, rank - 2)
         form = "turned batched" if turned else "batched"
-        return Product(node, one, axes, (x,), None, "dequant_matmul", form)
+        return Product(node, one, axes, (x,), bias, "dequant_matmul", form)
     axes = Axes(1, 2, 0) if turned else Axes(2, 1, 0)
     return Product(node, weight, axes, (x,), bias, operator, "turned" if turned else "plain")
 

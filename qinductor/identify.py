@@ -18,10 +18,22 @@ from torch.fx import Node
 from qinductor.errors import Refused
 from qinductor.locate import MoreRows, Parameter, carriers_of, factor, is_broadcast, located
 from qinductor.probe import SAMPLE, Prober, Reduced, descendants, told_apart
-from qinductor.regions import CODED, FLOAT8, FLOATS, INTEGER, VIEWS, Region, aten, describe
+from qinductor.regions import (
+    CASTS,
+    CODED,
+    FLOAT8,
+    FLOATS,
+    HALVES,
+    INTEGER,
+    VIEWS,
+    Region,
+    aten,
+    describe,
+)
 
 ROW_COUNTS = (32, 256)  # rows to probe on: enough for groups, enough for two blocks of 128
 SCALES = 2  # that a format has at most
+FUSED = {aten.addcmul.default, aten.addcdiv.default}
 NEAR = 0.05  # of a ratio of steps: they are rounded, and what is concluded is proved later
 
 
@@ -127,7 +139,8 @@ def _structure(reduced: Reduced, probe: Prober) -> Structure:
         zero_parameter = dataclasses.replace(zero_parameter, sign=sign)
     region = reduced.region
     dependent = descendants(region.nodes, {reduced.code})
-    dtypes = [n.meta["val"].dtype for n in region.nodes if n in dependent]
+    inner = [n for n in region.nodes if n in dependent]
+    dtypes = [*(n.meta["val"].dtype for n in inner), *(torch.float32 for n in inner if _wide(n))]
     computing = [dtype for dtype in dtypes if dtype in (torch.float64, *FLOATS)]
     return Structure(
         code=region.nodes.index(reduced.code),
@@ -291,3 +304,14 @@ def _reach(levels: Sequence[torch.Tensor]) -> tuple[float, float] | None:
     if any((level != level.round()).any() for level in levels):
         return None
     return min(float(v.min()) for v in levels), max(float(v.max()) for v in levels)
+
+
+def _wide(node: Node) -> bool:
+    """Whether an operator that gives 16 bits computes in float32 what is not rounded in between."""
+    value = node.meta["val"]
+    if value.dtype not in HALVES or node.target in CASTS:
+        return False
+    given = [source.meta["val"] for source in node.all_input_nodes]
+    # A number of a wider type is taken as it is.
+    number = any(v.dim() == 0 and v.dtype in (torch.float32, torch.float64) for v in given)
+    return number or node.target in FUSED

@@ -8,7 +8,7 @@ import torch
 from torch.fx import Node
 
 from qinductor.errors import Refused
-from qinductor.regions import CASTS, INTEGER, MOVES, Region, aten, evaluate
+from qinductor.regions import CASTS, INTEGER, MOVES, UNSIGNED, Region, aten, evaluate
 from qinductor.rows import Prefix, Rows
 
 BUDGET = 40  # evaluations of one region, the two whole ones of `read` included
@@ -105,7 +105,8 @@ class Prober:
         # Other integers with a bit for each element may hold more bits of the codes.
         inputs = (*reduced.fixed, *reduced.chains)
         stored = descendants(region.nodes, {*region.inputs, *region.constants})
-        planes = [n for n in inputs if n in stored and real[n].dtype in (*INTEGER, torch.bool)]
+        whole = (*INTEGER, *UNSIGNED, torch.bool)
+        planes = [n for n in inputs if n in stored and real[n].dtype in whole]
         self.planes = {
             n: math.log2(len(real[n].flatten()[:SAMPLE].unique()))
             for n in planes if bits_each(n, region) >= 1

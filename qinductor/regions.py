@@ -37,7 +37,8 @@ FLOAT8 = tuple(FLOAT_CODES.values())
 INTEGER = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 HALVES = (torch.bfloat16, torch.float16)
 FLOATS = (*HALVES, torch.float32)
-CODED = (*INTEGER, torch.bool, *FLOAT8)  # dtypes of tensors that may hold codes
+UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)  # which hold words, and take no arithmetic
+CODED = (*INTEGER, *UNSIGNED, torch.bool, *FLOAT8)  # dtypes of tensors that may hold codes
 
 
 @dataclasses.dataclass(frozen=True)

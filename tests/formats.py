@@ -537,6 +537,17 @@ FORMATS: dict[str, Format] = {
     "codes that are powers": Format(
         power_codes, lambda n, k: [ints(n, k, high=16, dtype=U8), rand(n, k // 32, dtype=FP32)],
         "table4 group-32 q*s fp32 None fp32 fp32 table=fp32"),
+    "a number of a wider type": Format(
+        lambda q, s: q.bfloat16() * s, lambda n, k: [int8(n, k), torch.tensor(0.0371)],
+        "int8 tensor q*s fp32 None fp32 bf16"),
+    "a wider zero": Format(
+        lambda q, s, z: (q.bfloat16() - z) * s,
+        lambda n, k: [int8(n, k), rand(n, 1), torch.tensor(3.37)],
+        "int8 channel (q-z)*s bf16 fp32 bf16 bf16"),
+    "multiplied and added at once": Format(
+        lambda q, s, z: torch.addcmul(z, q.bfloat16(), s),
+        lambda n, k: [int8(n, k), rand(n, 1), normal(n, 1)],
+        "int8 channel q*s+z bf16 bf16 fp32 bf16"),
     "square roots": Format(
         lambda q, s: grouped(q, s.sqrt()), lambda n, k: [int8(n, k), rand(n, k // 32)],
         f"int8 {GROUPS}"),

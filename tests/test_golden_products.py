@@ -52,6 +52,11 @@ def expanded(m: Holder, x: torch.Tensor) -> torch.Tensor:
     return torch.bmm(x, weight(m).t().expand(x.shape[0], -1, -1))
 
 
+def expanded_with_bias(m: Holder, x: torch.Tensor) -> torch.Tensor:
+    w = weight(m).t().expand(x.shape[0], -1, -1)
+    return torch.baddbmm(m.bias, x, w)
+
+
 def tied(m: Holder, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     w = weight(m)
     return linear(x + embedding(tokens, w), w)
@@ -83,6 +88,11 @@ PRODUCTS: dict[str, tuple[Callable, Callable, Callable]] = {
     "on_the_left": (on_the_left, int4, lambda r: [r.normal(8, K)]),
     "batched": (batched, int4, lambda r: [r.normal(2, K, 8)]),
     "expanded": (expanded, int4, lambda r: [r.normal(2, 8, K)]),
+    "expanded_with_bias": (
+        expanded_with_bias,
+        lambda r: int4(r) | {"bias": r.normal(1, 1, N)},
+        lambda r: [r.normal(2, 8, K)],
+    ),
     "tied": (tied, int4, lambda r: [r.normal(8, K), r.integers(0, N, 8, dtype=torch.int64)]),
     "gathered": (
         gathered,
@@ -400,6 +410,46 @@ output [%17]
     onednn.dequant_strips
 %7: bfloat16[2, 8, 64] = aten.view.default(%6, [2, 8, 64])
 output [%7]
+""")
+
+    def test_expanded_with_bias(self) -> None:
+        self.product("expanded_with_bias")("""\
+%0: uint8[64, 48] = placeholder
+%1: bfloat16[64, 3] = placeholder
+%2: bfloat16[2, 8, 96] = placeholder
+%3: bfloat16[1, 1, 64] = placeholder
+%4: uint8[64, 48] = aten.bitwise_and.Scalar(%0, 15)
+%5: uint8[64, 48] = aten.__rshift__.Scalar(%0, 4)
+%6: uint8[64, 48, 1] = aten.unsqueeze.default(%4, 2)
+%7: uint8[64, 48, 1] = aten.unsqueeze.default(%5, 2)
+%8: uint8[64, 48, 2] = aten.cat.default([%6, %7], -1)
+%9: uint8[64, 96] = aten.view.default(%8, [64, 96])
+%10: bfloat16[64, 96] = prims.convert_element_type.default(%9, torch.bfloat16)
+%11: bfloat16[64, 96] = aten.sub.Tensor(%10, 8)
+%12: bfloat16[64, 3, 32] = aten.view.default(%11, [64, 3, 32])
+%13: bfloat16[64, 3, 1] = aten.unsqueeze.default(%1, 2)
+%14: bfloat16[64, 3, 32] = aten.mul.Tensor(%12, %13)
+%15: bfloat16[64, 96] = aten.view.default(%14, [64, 96])
+%16: bfloat16[96, 64] = aten.permute.default(%15, [1, 0])
+%17: bfloat16[2, 96, 64] = aten.expand.default(%16, [2, -1, -1])
+%18: bfloat16[2, 8, 64] = aten.baddbmm.default(%3, %2, %17)
+output [%18]
+---- 1 of 1 lowered
+%0: uint8[64, 48] = placeholder
+%1: bfloat16[64, 3] = placeholder
+%2: bfloat16[2, 8, 96] = placeholder
+%3: bfloat16[1, 1, 64] = placeholder
+%4: int8[32, 96] = placeholder packed_halves
+%5: bfloat16[64, 3] = placeholder packed_scale
+%6: bfloat16[64] = placeholder packed_bias
+%7: bfloat16[16, 96] = aten.reshape.default(%2, [-1, 96])
+%8: bfloat16[16, 64] = qinductor.dequant_matmul.default(%7, [%4, %5, %6])
+    weight.codes=int4 weight.n=64 weight.k=96 weight.bn=1 weight.bk=32 weight.arithmetic=q*s
+      weight.scale=bfloat16 weight.zero=None weight.inner=bfloat16 weight.compute=bfloat16
+      weight.dtype=bfloat16 x=bfloat16 out=bfloat16 output_scale=None bias=True
+    onednn.dequant_strips
+%9: bfloat16[2, 8, 64] = aten.view.default(%8, [2, 8, 64])
+output [%9]
 """)
 
     def test_tied(self) -> None:

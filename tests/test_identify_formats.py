@@ -3,7 +3,7 @@
 import pytest
 import torch
 from formats import FORMATS
-from probing import grouped, identified, ints, rand, stream, unstreamed, words
+from probing import centred, grouped, identified, ints, rand, stream, unstreamed, words
 
 from qinductor.contracts import decoded
 
@@ -60,3 +60,23 @@ def test_a_value_that_is_there_twice():
     _, weight = identified(lambda q, t, s: grouped(t[q.int()], s), [codes, table, rand(64, 3)])
     assert weight.table[:7].tolist() == sorted(table[1:].tolist())
     assert weight.table[:2].signbit().tolist() == [True, False]
+
+
+@pytest.mark.parametrize("word", [torch.uint16, torch.uint32, torch.uint64])
+@pytest.mark.parametrize("how", ["converted", "viewed"])
+def test_words_without_a_sign(word, how):
+    """Codes and zeros in words that torch can convert, and nothing else."""
+    signed = getattr(torch, str(word).removeprefix("torch.u"))
+    each = word.itemsize * 2
+    codes = ints(48, 128, high=16)
+    packed = stream(codes, 4, signed).view(word)
+    zero = ints(48, 4, high=16, dtype=torch.int16).to(word)
+
+    def f(packed, scale, zero):
+        q = packed.view(signed) if how == "viewed" else packed.long()
+        q = (q.unsqueeze(-1) >> torch.arange(0, 4 * each, 4, dtype=q.dtype) & 15).flatten(1)
+        return centred(q, scale, zero.long())
+
+    _, weight = identified(f, [packed, rand(48, 4), zero])
+    assert words(weight) == "uint4 group-32 (q-z)*s bf16 int64 bf16 bf16"
+    assert torch.equal(weight.codes.int(), codes)

@@ -81,6 +81,11 @@ def lora(m, x):
     return linear(x, weight(m) + m.b @ m.a)
 
 
+def product_of_two(m, x):
+    """The inner product has a constant on both sides, and is lowered."""
+    return x[:, :N] @ (weight(m) @ m.dense)
+
+
 def returned(m, x):
     w = weight(m)
     return linear(x, w) + 0 * w.sum()
@@ -376,6 +381,28 @@ def test_require() -> None:
         qinductor.reports().clear()
         (site,) = run(Holder(plain, **int4(r)), x, options=options)
     assert site.lowered
+
+
+@pytest.mark.parametrize("of", ["weight", "bias"])
+def test_product_of_constants_behind_a_product(of: str) -> None:
+    """The inner product is lowered first; the reason names no packed tensor of ours."""
+
+    def function(m, x):
+        inner = weight(m) @ m.dense
+        if of == "weight":
+            return x[:, :N] @ inner
+        return torch.addmm(inner[0], x, weight(m).t())
+
+    r = Random()
+    module = Holder(function, **int4(r), dense=r.normal(K, N, times=0.1))
+    with torch.no_grad():
+        inner, outer = run(module, r.normal(M, K), tolerance=0.02)
+    assert inner.lowered and not outer.lowered
+    assert re.fullmatch(
+        f"the {of} must be made of constants alone; a product that was lowered before, "
+        "dequant_matmul_default, is computed into it",
+        outer.reason,
+    )
 
 
 def test_beside_a_branch() -> None:

@@ -88,7 +88,7 @@ CASES: tuple[Case, ...] = (
     lower("gptqmodel/gptq_w3_group64", partial(gptq, 3),
           "fp16 x uint3[128,256] group-64 scale fp16 zero", "(q-z)*s", symbolic=True),
     lower("gptqmodel/awq_w4_group64", awq,
-          "fp16 x uint4[128,256] group-64 scale fp16 zero int64 (q-z)*s", symbolic=True),
+          "fp16 x uint4[128,256] group-64 scale fp16 zero int16 (q-z)*s", symbolic=True),
     leave("gptqmodel/gptq_w4_group64", CACHED, gptq, APART),
     leave("gptqmodel/gptq_w4_act_order", CACHED, partial(gptq, ordered=False), APART),
     leave("gptqmodel/gptq_w4_per_channel", CACHED, partial(gptq, group=-1), APART),
