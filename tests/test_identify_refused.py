@@ -110,17 +110,17 @@ REFUSED: dict[str, tuple[Any, list[torch.Tensor], str]] = {
     "a table for each row": (
         lambda q, t, s: t.gather(1, q.long()) * s,
         [ints(64, 96, high=16, dtype=torch.uint8), normal(64, 16), CHANNEL],
-        r"W takes \d+ values and more; codes of 8 bits have at most 256",
+        r"W takes \d+ values and more; 8 bits an element tell at most 256 apart",
     ),
     "a table for each group": (
         lambda q, t: t.gather(1, q.long().view(192, 32)).view(64, 96),
         [ints(64, 96, high=16, dtype=torch.uint8), normal(192, 16)],
-        r"W takes \d+ values and more; codes of 8 bits have at most 256",
+        r"W takes \d+ values and more; 8 bits an element tell at most 256 apart",
     ),
     "vectors of a table": (
         lambda q, t: t[q.int()].flatten(1),
         [ints(64, 24, **BYTES), normal(256, 4)],
-        r"W takes \d+ values and more; codes of 2 bits have at most 4",
+        r"W takes \d+ values and more; 2 bits an element tell at most 4 apart",
     ),
     "uneven groups": (
         lambda q, s, g: q.bfloat16() * s[:, g],
@@ -212,7 +212,7 @@ REFUSED: dict[str, tuple[Any, list[torch.Tensor], str]] = {
     "codes of 16 bits": (
         lambda q, s: q.float() * s,
         [ints(64, 96, high=1 << 16, dtype=torch.int32), rand(64, 1, dtype=FP32)],
-        r"under unit scales W takes \d+ values and more; codes of 8 bits have at most 256",
+        r"under unit scales W takes \d+ values and more; 8 bits an element tell at most 256 apart",
     ),
     "other rows below": (
         products_below,
@@ -256,7 +256,7 @@ REFUSED: dict[str, tuple[Any, list[torch.Tensor], str]] = {
     "a difference of neighbours": (
         lambda q, s: q.float().cumsum(1) * s,
         [int8(), CHANNEL.float()],
-        r"W takes \d+ values and more; codes of 8 bits have at most 256",
+        r"W takes \d+ values and more; 8 bits an element tell at most 256 apart",
     ),
 }
 
