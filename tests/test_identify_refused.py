@@ -122,6 +122,12 @@ REFUSED: dict[str, tuple[Any, list[torch.Tensor], str]] = {
         [ints(64, 24, **BYTES), normal(256, 4)],
         r"W takes \d+ values and more; 2 bits an element tell at most 4 apart",
     ),
+    "groups of rows far apart": (
+        lambda q, s: (q.bfloat16().view(32, -1) * s).view(2048, 96),
+        [int8(2048, 96), rand(1, 64 * 96)],
+        r"the entries of bfloat16\[1, 6144\] must change along N in equal blocks; with blocks of "
+        r"1, row 64 at k = 0 has another entry",
+    ),
     "uneven groups": (
         lambda q, s, g: q.bfloat16() * s[:, g],
         [int8(), GROUPS, UNEVEN],
