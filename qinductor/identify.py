@@ -230,8 +230,8 @@ def _check_distinct(density: float, levels: Sequence[torch.Tensor]) -> None:
         found = len(level.flatten()[:SAMPLE].unique())
         if found > most:
             raise Refused(
-                f"under unit scales W takes {found} values and more; codes of "
-                f"{min(8.0, density):g} bits have at most {most}"
+                f"under unit scales W takes {found} values and more; "
+                f"{min(8.0, density):g} bits an element tell at most {most} apart"
             )
 
 

@@ -122,7 +122,7 @@ def located(
         at += index // inner % held.shape[axis] * stride
     demand = probe.function.demand.get(node)
     try:
-        bn, bk, step, jump, order = _blocks(at, describe(node), region, demand)
+        bn, bk, step, jump, order = _blocks(at, describe(node), math.prod(shape), region, demand)
     except Refused:
         if (digit({node: probe.like(node, base - 1 + offset)}).round() != base - 1).any():
             raise Refused(f"W must be in proportion to {describe(node)}; it is not") from None
@@ -184,7 +184,7 @@ def _recomputed(reduced: Reduced, probe: Prober, node: Node) -> list[torch.Tenso
 
 
 def _blocks(
-    at: torch.Tensor, name: str, region: Region, demand: Demand
+    at: torch.Tensor, name: str, entries: int, region: Region, demand: Demand
 ) -> tuple[int, int, int, int, torch.Tensor | None]:
     """(bn, bk, step, jump, order) of the entries at[rows, k], which are whole experts."""
     n, k = region.shape[0] // region.experts, region.shape[1]
@@ -213,6 +213,8 @@ def _blocks(
             f"row {row} at k = {column} has another entry"
         )
     if bn == 1 and bk == 1 and n > 1 and k > 1:
+        if len(at) < n and entries < math.prod(region.shape):  # they come again further down
+            raise MoreRows
         raise Refused(f"{name} has one entry for each element, so it is no scale of a block")
     return bn, bk, step, jump, order
 

@@ -314,7 +314,7 @@ class Invented:
 # must match.
 REFUSED = {
     32: "not bitwise equal to its nearest format, table4 .* in the reference and .* in the region",
-    61: "under unit scales W takes 128 values and more; codes of 5 bits have at most 32",
+    61: "under unit scales W takes 128 values and more; 5 bits an element tell at most 32 apart",
     436: "an element of W is 0 for all codes that were tried",
     70: r"doubling float16\[48, 1\] must .*; it makes it 0.526316 times as large",
 }

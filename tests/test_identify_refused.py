@@ -110,17 +110,23 @@ REFUSED: dict[str, tuple[Any, list[torch.Tensor], str]] = {
     "a table for each row": (
         lambda q, t, s: t.gather(1, q.long()) * s,
         [ints(64, 96, high=16, dtype=torch.uint8), normal(64, 16), CHANNEL],
-        r"W takes \d+ values and more; codes of 8 bits have at most 256",
+        r"W takes \d+ values and more; 8 bits an element tell at most 256 apart",
     ),
     "a table for each group": (
         lambda q, t: t.gather(1, q.long().view(192, 32)).view(64, 96),
         [ints(64, 96, high=16, dtype=torch.uint8), normal(192, 16)],
-        r"W takes \d+ values and more; codes of 8 bits have at most 256",
+        r"W takes \d+ values and more; 8 bits an element tell at most 256 apart",
     ),
     "vectors of a table": (
         lambda q, t: t[q.int()].flatten(1),
         [ints(64, 24, **BYTES), normal(256, 4)],
-        r"W takes \d+ values and more; codes of 2 bits have at most 4",
+        r"W takes \d+ values and more; 2 bits an element tell at most 4 apart",
+    ),
+    "groups of rows far apart": (
+        lambda q, s: (q.bfloat16().view(32, -1) * s).view(2048, 96),
+        [int8(2048, 96), rand(1, 64 * 96)],
+        r"the entries of bfloat16\[1, 6144\] must change along N in equal blocks; with blocks of "
+        r"1, row 64 at k = 0 has another entry",
     ),
     "uneven groups": (
         lambda q, s, g: q.bfloat16() * s[:, g],
@@ -212,7 +218,7 @@ REFUSED: dict[str, tuple[Any, list[torch.Tensor], str]] = {
     "codes of 16 bits": (
         lambda q, s: q.float() * s,
         [ints(64, 96, high=1 << 16, dtype=torch.int32), rand(64, 1, dtype=FP32)],
-        r"under unit scales W takes \d+ values and more; codes of 8 bits have at most 256",
+        r"under unit scales W takes \d+ values and more; 8 bits an element tell at most 256 apart",
     ),
     "other rows below": (
         products_below,
@@ -256,7 +262,7 @@ REFUSED: dict[str, tuple[Any, list[torch.Tensor], str]] = {
     "a difference of neighbours": (
         lambda q, s: q.float().cumsum(1) * s,
         [int8(), CHANNEL.float()],
-        r"W takes \d+ values and more; codes of 8 bits have at most 256",
+        r"W takes \d+ values and more; 8 bits an element tell at most 256 apart",
     ),
 }
 

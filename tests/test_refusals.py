@@ -174,7 +174,7 @@ MISSES: list[tuple[Callable, Callable, Callable | None, str]] = [
      None, r"must be made of codes alone; mm \(aten.mm.default\) is computed into it"),
     (returned, int4, None, r"must feed products alone; \w+ also feeds sum_1 \(aten.sum.default\)"),
     (divided_by_its_norm, int4, None,
-     "under unit scales W takes 362 values and more; codes of 4 bits have at most 16"),
+     "under unit scales W takes 362 values and more; 4 bits an element tell at most 16 apart"),
     (fake_quantised, lambda r: {"weight": r.normal(N, K), "scale": r.scales(N, 1)}, None,
      r"stored as bfloat16\[48, 128\], bfloat16\[48, 1\] and quantised in every call: no codes"),
     (part_of_a_sort, int4, None, "the weight is taken from the results of aten.sort.default"),
