@@ -78,5 +78,5 @@ def test_words_without_a_sign(word, how):
         return centred(q, scale, zero.long())
 
     _, weight = identified(f, [packed, rand(48, 4), zero])
-    assert words(weight) == "uint4 group-32 (q-z)*s bf16 int64 bf16 bf16"
+    assert words(weight) == "uint4 group-32 (q-z)*s bf16 int16 bf16 bf16"
     assert torch.equal(weight.codes.int(), codes)
