@@ -35,7 +35,7 @@ from qinductor.contracts import (
     short,
 )
 from qinductor.kernels import packing
-from qinductor.op import INFINITE, LIBRARY, M, Op, Plan, Provider, op, single
+from qinductor.op import INFINITE, LIBRARY, M, Op, Plan, Provider, Spec, op, single
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,7 +214,7 @@ class Reference:
     def limit(self, contract: DequantMatmul, dense: bool = False) -> int:
         return INFINITE
 
-    def operands(self, contract: DequantMatmul) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def operands(self, contract: DequantMatmul) -> dict[str, Spec]:
         w = contract.weight
         found = dict([packing.operand(w)])
         for name, shape, dtype in (

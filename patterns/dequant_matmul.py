@@ -135,12 +135,15 @@ class DequantMatmulPattern:
         m = rows_of(product)
         plan = planner(DEQUANT_MATMUL, contract, m if isinstance(m, int) else None)
 
+        def packed(found: tuple[Operands, ...]) -> dict[str, torch.Tensor]:
+            return plan.pack(DEQUANT_MATMUL, contract, found if contract.experts else found[0])
+
         def pack(
             tensors: Sequence[torch.Tensor], known: Sequence[Operands] | None = None
         ) -> dict[str, torch.Tensor]:
             found, _ = self._identified(parts, tensors, known)
             _check_format(found[0].weight, contract)
-            return plan.pack(DEQUANT_MATMUL, contract, found if contract.experts else found[0])
+            return packed(found)
 
         return Lowering(
             op=DEQUANT_MATMUL,
@@ -155,9 +158,7 @@ class DequantMatmulPattern:
             signature="\n".join([*(r.signature for r in parts.regions), str(contract)]),
             weight=parts.weight,
             pack=pack,
-            packed=lambda: plan.pack(
-                DEQUANT_MATMUL, contract, operands if contract.experts else operands[0]
-            ),
+            packed=lambda: packed(operands),
             evaluations=evaluations,
         )
 

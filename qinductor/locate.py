@@ -52,16 +52,20 @@ class Parameter:
     how: str = "*"
     order: torch.Tensor | None = None
 
+    def narrowed(self, value: torch.Tensor) -> torch.Tensor:
+        """The parameter's values in `dtype`; in int16 where that holds wider integers."""
+        if self.how == "^":
+            value = torch.exp2(value.double())
+        value = value.to(self.dtype)
+        if self.dtype not in (torch.int32, torch.int64):
+            return value
+        narrow = value.to(torch.int16)
+        return narrow if torch.equal(narrow.to(self.dtype), value) else value
+
     def gather(self, value: torch.Tensor, n: int, expert: int) -> torch.Tensor:
-        """The grid [ceil(n / bn), ceil(k / bk)] of an expert's entries, in `dtype`; int16 for wider
-        integers that it holds."""
+        """The grid [ceil(n / bn), ceil(k / bk)] of an expert's entries, of `narrowed` values."""
         at = self.base + torch.arange(-(-n // self.bn))[:, None] * self.step + expert * self.jump
         entries = value.reshape(-1)[at.to(value.device)]
-        if self.how == "^":
-            entries = torch.exp2(entries.double())
-        narrow = value.to(torch.int16) if self.dtype in (torch.int32, torch.int64) else None
-        fits = narrow is not None and torch.equal(narrow.to(self.dtype), value.to(self.dtype))
-        entries = entries.to(torch.int16 if fits else self.dtype)
         if self.sign != 1 and entries.dtype.itemsize == 1:  # -z of uint8 would wrap
             entries = entries.to(torch.bfloat16 if entries.is_floating_point() else torch.int16)
         return entries * self.sign if self.sign != 1 else entries
@@ -170,9 +174,9 @@ def _recomputed(reduced: Reduced, probe: Prober, node: Node) -> list[torch.Tenso
         value = torch.rand(leaf.shape, generator=seeded) * (120 if leaf.dtype in INTEGER else 8)
         return (value + 0.5).to(leaf.device).to(leaf.dtype)
 
-    free = []
+    free, amounts = [], reduced.amounts()
     for at, leaf in reduced.leaves.items():
-        if leaf.dtype in (*FLOATS, *FLOAT8, *INTEGER) and at not in reduced.amounts:
+        if leaf.dtype in (*FLOATS, *FLOAT8, *INTEGER) and at not in amounts:
             with contextlib.suppress(RuntimeError, IndexError):
                 reduced.computed([node], {at: random(leaf)})
                 free.append(at)

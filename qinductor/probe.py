@@ -30,6 +30,7 @@ class Reduced:
 
     chains   parameter -> the dtypes it is converted to on its way into the arithmetic
     tables   inputs that are looked up by code: they keep their values
+    stored   nodes that depend on what the model stores, not on what the graph itself makes alone
     nodes    the function in order: fixed inputs (real values: indices), codes, parameters, the rest
     """
 
@@ -38,9 +39,9 @@ class Reduced:
         self.region, self.code = region, code
         self.leaves = dict(zip(region.inputs, leaves, strict=True))
         # What the graph itself makes, or a number or integers that it holds, is the arithmetic's.
-        stored = descendants(region.nodes, {*region.inputs, *region.constants})
+        self.stored = descendants(region.nodes, {*region.inputs, *region.constants})
         varying = descendants(region.nodes, {*region.inputs})
-        numbers = {n for n in region.nodes if n not in stored or n not in varying
+        numbers = {n for n in region.nodes if n not in self.stored or n not in varying
                    and (n.meta["val"].numel() == 1 or n.meta["val"].dtype in INTEGER)}  # fmt: skip
         self.chains: dict[Node, set[torch.dtype]] = {}
         self.tables: set[Node] = set()
@@ -62,7 +63,6 @@ class Reduced:
         ]
         self.nodes = [*self.fixed, code, *self.chains, *order]
 
-    @property
     def amounts(self) -> set[Node]:
         """What something is shifted by."""
         given = [n.args[1] for n in self.region.nodes if n.target in SHIFTS]
@@ -104,9 +104,8 @@ class Prober:
         self.fills, self.spare = _fills(self.values[self.code], bits_each(reduced.code, region))
         # Other integers with a bit for each element may hold more bits of the codes.
         inputs = (*reduced.fixed, *reduced.chains)
-        stored = descendants(region.nodes, {*region.inputs, *region.constants})
         whole = (*INTEGER, *UNSIGNED, torch.bool)
-        planes = [n for n in inputs if n in stored and real[n].dtype in whole]
+        planes = [n for n in inputs if n in reduced.stored and real[n].dtype in whole]
         self.planes = {
             n: math.log2(len(real[n].flatten()[:SAMPLE].unique()))
             for n in planes if bits_each(n, region) >= 1

@@ -13,8 +13,10 @@ from qinductor.contracts import (
     QuantizedWeight,
     WeightFormat,
     code_range,
+    codebook,
     dequantize,
     difference,
+    looked_up,
 )
 from qinductor.errors import Refused
 from qinductor.identify import Structure
@@ -40,7 +42,7 @@ def read(
     reduced = Reduced(region, region.nodes[structure.code], leaves)
     real = reduced.real()
     parameters = [*structure.scales, *([structure.zero] if structure.zero else [])]
-    values = {p: real[region.nodes[p.at]] for p in parameters}
+    values = {p: p.narrowed(real[region.nodes[p.at]]) for p in parameters}
     grids = [_grids(structure, values, region, expert) for expert in range(region.experts)]
     value = region(leaves)
     nearest = ""
@@ -144,12 +146,12 @@ def _codebook(unit: torch.Tensor, structure: Structure) -> _Coded:
             f"under unit scales W takes {len(found)} values and more; codes have at most 256"
         )
     for name, entries in CODEBOOKS.items():
-        book, order = _sortable(torch.tensor(entries, device=unit.device)).sort()
+        book, order = _sortable(codebook(name, unit.device)).sort()
         known = _places(book, found)
         # A table of as many values as there are may take fewer bits.
         if known is not None and len(entries) <= 2 ** max(structure.density, 1):
             codes = order.to(torch.uint8)[known.int()]
-            return _Coded(name, _looked_up(codes, places))
+            return _Coded(name, looked_up(codes, places))
     bits = max(1, (len(found) - 1).bit_length())
     if structure.density >= 8:
         bits = next(word for word in WORDS if word >= bits)
@@ -183,11 +185,7 @@ def _places(book: torch.Tensor, keys: torch.Tensor) -> torch.Tensor | None:
     else:
         at = torch.bucketize(flat, book, out_int32=True).clamp_(max=len(book) - 1).to(torch.uint8)
     at = at.view(keys.shape)
-    return at if torch.equal(_looked_up(book, at), keys) else None
-
-
-def _looked_up(book: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    return book.index_select(0, places.flatten().int()).view(places.shape)
+    return at if torch.equal(looked_up(book, at), keys) else None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
