@@ -35,7 +35,7 @@ from qinductor.contracts import (
     short,
 )
 from qinductor.kernels import packing
-from qinductor.op import INFINITE, LIBRARY, M, Op, Plan, Provider, Spec, op, single
+from qinductor.op import INFINITE, LIBRARY, M, Op, Plan, Route, Spec, op, single
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,16 +142,14 @@ def dequant_matmul(
     m = x.shape[0]
     if m == 0:
         return x.new_empty((0, form.weight.n), dtype=form.out)
-    for limit, provider, take in routes:
-        if m <= limit:
-            return provider.run(form, x, [packed[i] for i in take])
+    for route in routes:
+        if m <= route.limit:
+            return route.run(form, x, [packed[i] for i in route.take])
     raise RuntimeError(f"dequant_matmul: the plan {plan} has no provider for M = {m}")
 
 
 @functools.cache
-def _prepared(
-    contract: str, plan: str
-) -> tuple[DequantMatmul, tuple[tuple[int, Provider, tuple[int, ...]], ...]]:
+def _prepared(contract: str, plan: str) -> tuple[DequantMatmul, tuple[Route, ...]]:
     form = parse(DequantMatmul, contract)
     return form, Plan.parse(plan).routes(DEQUANT_MATMUL, form)
 

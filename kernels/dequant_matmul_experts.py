@@ -74,9 +74,9 @@ def _prepared(contract: str, plan: str) -> tuple[DequantMatmul, Product]:
     routes = Plan.parse(plan).routes(DEQUANT_MATMUL, form)
 
     def product(x: torch.Tensor, packed: Sequence[torch.Tensor], expert: int) -> torch.Tensor:
-        for limit, provider, take in routes:
-            if x.shape[0] <= limit:
-                return provider.run(one, x, [packed[i][expert] for i in take])
+        for route in routes:
+            if x.shape[0] <= route.limit:
+                return route.run(one, x, [packed[i][expert] for i in route.take])
         raise RuntimeError(f"expert {expert}: plan {plan} has no provider for M = {x.shape[0]}")
 
     return form, product

@@ -306,9 +306,9 @@ class Matching:
             return  # tied weights are packed once
         dense = {
             name
-            for _, provider in lowering.plan.steps
-            if lowering.op.providers[provider].dense
-            for name in lowering.op.providers[provider].operands(lowering.contract)
+            for provider in lowering.plan.providers(lowering.op)
+            if provider.dense
+            for name in provider.operands(lowering.contract)
         }
         packed = lowering.plan.packs(lowering.op, lowering.contract)
         for name, (shape, dtype) in packed.items():

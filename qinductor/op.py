@@ -1,8 +1,12 @@
 """Operators and their providers: registration, and the choice of a provider by target and M."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+import functools
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import sympy
 import torch
@@ -13,6 +17,8 @@ M = sympy.Symbol("M", integer=True, nonnegative=True)
 LIBRARY = torch.library.Library("qinductor", "DEF")
 INFINITE = 1 << 62
 Spec = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of a packed tensor
+GRID = tuple(1 << i for i in range(14))  # the M at which providers are measured and compared
+_ROUTE = re.compile(r"[^\s,:@]+(@[^\s,:@]+)?")
 
 
 class Provider(Protocol):
@@ -23,8 +29,19 @@ class Provider(Protocol):
                where the user allows that, and the report says so
     reference  whether it is the specification itself: then it never justifies a rewrite
 
-    It may also have `missing() -> str | None`: what this machine lacks for it, hardware or
-    software, in one sentence; `python -m qinductor doctor` prints that.
+    It may also have:
+
+    missing() -> str | None      what this machine lacks for it, hardware or software, in one
+                                 sentence; `python -m qinductor doctor` prints that
+    limit(contract, dense=False) -> int
+                                 largest M that it takes, or up to which it is preferred over those
+                                 that go further; `dense`: where a dense weight is allowed. Without
+                                 this it takes every M
+    configs(contract, m) -> Sequence[str]
+                                 what it can be told beside the contract (tile sizes, say), worth
+                                 measuring at m rows; its own choice first, never empty. A text has
+                                 no blank, comma, colon or @. The packed tensors are those of every
+                                 config. `run` then takes one more argument, `config`
     """
 
     name: str
@@ -37,10 +54,6 @@ class Provider(Protocol):
     def why_not(self, contract: Any) -> str | None:
         """None, or one sentence with what the contract has and what this provider takes."""
 
-    def limit(self, contract: Any, dense: bool = False) -> int:
-        """Largest M up to which measurement prefers this provider over those that go further;
-        `dense`: where a dense weight is allowed."""
-
     def operands(self, contract: Any) -> dict[str, Spec]:
         """Name, shape and dtype of each packed tensor that `run` takes, all contiguous, in order.
 
@@ -51,8 +64,9 @@ class Provider(Protocol):
 
         That of the reference holds all of it: its `whole(contract, packed)` gives `source` back."""
 
-    def run(self, contract: Any, x: torch.Tensor, packed: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The operator itself, on x of shape [M, K] with 1 <= M <= limit."""
+    @property
+    def run(self) -> Callable[..., torch.Tensor]:
+        """(contract, x [M, K], packed) -> the result, for 1 <= M <= limit."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -104,7 +118,7 @@ class Op:
             if not provider.runs_on(target) or (provider.dense and not dense):
                 continue
             reason = provider.why_not(contract)
-            limit = provider.limit(contract, dense)
+            limit = limit_of(provider, contract, dense)
             if reason is None and m is not None and m > limit:
                 reason = f"M is {m}; it takes up to {limit}"
             if reason is None:
@@ -114,15 +128,51 @@ class Op:
         # By the M up to which each is best, whichever file registered first; the reference last.
         steps: list[tuple[int, str]] = []
         for limit, _, _, name in sorted(able):
-            if not steps or (m is None and limit > steps[-1][0]):
-                steps.append((limit, name))
-        if all(self.providers[name].reference for _, name in steps):
+            after = steps[-1][0] if steps else 0
+            if not steps or (m is None and limit > after):
+                steps.extend(_configured(self.providers[name], contract, after, limit, m))
+        if all(self.providers[split(route)[0]].reference for _, route in steps):
             raise Refused(
                 f"no provider for {target} takes it: "
                 + ("; ".join(reasons) or "only the reference is there, and Inductor is faster"),
                 contract=contract.summary,
             )
         return Plan(tuple(steps))
+
+
+def split(route: str) -> tuple[str, str | None]:
+    """(name of the provider, config or None) of a route, `name` or `name@config`."""
+    name, _, config = route.partition("@")
+    return name, config or None
+
+
+def limit_of(provider: Provider, contract: Any, dense: bool = False) -> int:
+    """Largest M that a provider takes."""
+    found: Callable[..., int] | None = getattr(provider, "limit", None)
+    return INFINITE if found is None else found(contract, dense)
+
+
+def routes_of(provider: Provider, contract: Any, m: int) -> Sequence[str]:
+    """The routes by which a provider runs m rows, its own choice first."""
+    found: Callable[..., Sequence[str]] | None = getattr(provider, "configs", None)
+    if found is None:
+        return (provider.name,)
+    return [f"{provider.name}@{config}" for config in found(contract, m)]
+
+
+def _configured(
+    provider: Provider, contract: Any, after: int, limit: int, m: int | None
+) -> Iterator[tuple[int, str]]:
+    """Steps by a provider for after < M <= limit, or for this m, in the configs it chooses."""
+    if m is not None:
+        yield limit, routes_of(provider, contract, m)[0]
+        return
+    points = [p for p in GRID if after < p <= limit] or [min(limit, GRID[-1])]
+    routes = [routes_of(provider, contract, p)[0] for p in points]
+    for (point, route), (above, other) in itertools.pairwise(zip(points, routes, strict=True)):
+        if route != other:
+            yield math.isqrt(point * above), route
+    yield limit, routes[-1]
 
 
 def single(contract: Any) -> tuple[Any, int]:
@@ -143,7 +193,7 @@ def _stacked(contract: Any, providers: Sequence[Provider]) -> dict[str, Spec]:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Which provider runs which M: (largest M, provider name), ascending.
+    """What runs which M: (largest M, route), ascending; a route is `provider` or `provider@config`.
 
     whole  whether the reference's tensors are packed as well, so that the weight can be restored
     """
@@ -151,27 +201,36 @@ class Plan:
     steps: tuple[tuple[int, str], ...]
     whole: bool = False
 
+    def __post_init__(self) -> None:
+        for _, route in self.steps:
+            if _ROUTE.fullmatch(route) is None:
+                raise ValueError(f"no route: {route!r}; wanted `provider` or `provider@config`")
+
     def __str__(self) -> str:
-        return ",".join(f"{limit}:{name}" for limit, name in self.steps)
+        return ",".join(f"{limit}:{route}" for limit, route in self.steps)
 
     @staticmethod
     def parse(text: str) -> "Plan":
         """The plan that `str` wrote."""
         steps = (step.split(":") for step in text.split(","))
-        return Plan(tuple((int(limit), name) for limit, name in steps))
+        return Plan(tuple((int(limit), route) for limit, route in steps))
 
     @property
     def summary(self) -> str:
         """The plan as the report prints it."""
         words, below = [], ""
-        for limit, name in self.steps:
-            words.append(name + (below if limit >= INFINITE else f" (M <= {limit})"))
+        for limit, route in self.steps:
+            words.append(route + (below if limit >= INFINITE else f" (M <= {limit})"))
             below = f" (M > {limit})"
         return ", ".join(words)
 
+    def providers(self, entry: Op) -> list[Provider]:
+        """The providers that the plan has, each once, in the order of its steps."""
+        return [entry.providers[name] for name in dict.fromkeys(split(r)[0] for _, r in self.steps)]
+
     def operands(self, entry: Op, contract: Any) -> dict[str, Spec]:
         """All packed tensors that the plan's providers take, each once; for experts stacked."""
-        return _stacked(contract, [entry.providers[name] for _, name in self.steps])
+        return _stacked(contract, self.providers(entry))
 
     def packs(self, entry: Op, contract: Any) -> dict[str, Spec]:
         """All packed tensors that are kept."""
@@ -187,7 +246,7 @@ class Plan:
         found: dict[str, torch.Tensor] = {}
         if experts and len(source) != experts:
             raise ValueError(f"{entry.name} has {experts} experts; got {len(source)} weights")
-        providers = [entry.providers[provider] for _, provider in self.steps]
+        providers = self.providers(entry)
         providers += [entry.specification] if self.whole else []
         for i, part in enumerate(source if experts else [source]):
             for provider in providers:
@@ -210,16 +269,37 @@ class Plan:
                 )
         return found
 
-    def routes(self, entry: Op, contract: Any) -> tuple[tuple[int, Provider, tuple[int, ...]], ...]:
-        """(largest M, provider, which of the packed tensors it takes), ascending; for experts of
-        one expert, and `run` takes the contract of one."""
+    def routes(self, entry: Op, contract: Any) -> "tuple[Route, ...]":
+        """What to call for each range of M, ascending; for experts that of one expert, and `run`
+        takes the contract of one."""
         contract, _ = single(contract)
         place = {name: i for i, name in enumerate(self.operands(entry, contract))}
         found = []
-        for limit, name in self.steps:
+        for limit, route in self.steps:
+            name, config = split(route)
             provider = entry.providers[name]
-            found.append((limit, provider, tuple(place[n] for n in provider.operands(contract))))
+            run = provider.run
+            if config is not None:
+                run = functools.partial(run, config=config)
+            take = tuple(place[operand] for operand in provider.operands(contract))
+            found.append(Route(limit, run, take, provider, config))
         return tuple(found)
+
+
+class Route(NamedTuple):
+    """One step of a plan, ready to be called.
+
+    limit             the largest M
+    run               (contract of one weight, x, packed tensors it takes) -> result
+    take              which of the plan's packed tensors it takes
+    provider, config  what `run` is made of
+    """
+
+    limit: int
+    run: Callable[..., torch.Tensor]
+    take: tuple[int, ...]
+    provider: Provider
+    config: str | None
 
 
 OPS: dict[str, Op] = {}

@@ -155,7 +155,8 @@ def _lines(
     below: list[str] = []
     if str(node.target).startswith("qinductor."):
         arguments, below = arguments[:-2], arguments[-2:]  # the packed tensors come before
-        below[-1] = re.sub(r"\d+:", "", below[-1]).replace(",", ", ")
+        plan = re.sub(r"\d+:|@[^,]+", "", below[-1]).split(",")  # who runs it, not from which M
+        below[-1] = ", ".join(dict.fromkeys(plan))
     target = node.target
     name = str(target) if isinstance(target, (str, torch._ops.OpOverload)) else target.__name__
     what = f"{name}({', '.join(arguments)})"

@@ -30,7 +30,7 @@ from qinductor.kernels.dequant_matmul import (
     reference,
 )
 from qinductor.kernels.dequant_matmul_experts import CASES as EXPERTS
-from qinductor.op import INFINITE, OPS, M, Op, Plan, costs, op
+from qinductor.op import INFINITE, OPS, M, Op, Plan, costs, limit_of, op, routes_of, split
 from qinductor.regions import FLOAT8
 from qinductor.testing import OUTPUTS, product_oracle
 
@@ -41,9 +41,18 @@ named = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 by_provider = pytest.mark.parametrize("name", PROVIDERS)
 
 
-def only(name: str) -> Plan:
-    """A plan in which one provider runs every M."""
-    return Plan(((INFINITE, name),))
+def only(route: str) -> Plan:
+    """A plan in which one provider, in one config, runs every M."""
+    return Plan(((INFINITE, route),))
+
+
+def direct(
+    route: str, contract: DequantMatmul, x: torch.Tensor, tensors: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """What a provider gives, called without the dispatcher."""
+    name, config = split(route)
+    more = {} if config is None else {"config": config}
+    return DEQUANT_MATMUL.providers[name].run(contract, x, tensors, **more)
 
 
 def usable(name: str, contract: DequantMatmul, target: str = "cpu") -> Any:
@@ -117,14 +126,15 @@ def test_a_provider_directly_and_dispatched(case, name):
     _, source = case.make()
     tensors = packed(only(name), contract, source)
     before = [t.clone() for t in tensors]
-    m = min(case.m, provider.limit(contract))
+    m = min(case.m, limit_of(provider, contract))
+    route = routes_of(provider, contract, m)[0]
     xs = activations(contract, m)
-    ours = [provider.run(contract, x, tensors) for x in xs]
+    ours = [direct(route, contract, x, tensors) for x in xs]
     for x, out in zip(xs, ours, strict=True):
         check(out, contract, m)
         copy = x.clone()
         with poisoned():
-            assert not difference(call(x, tensors, contract, only(name)), out)
+            assert not difference(call(x, tensors, contract, only(route)), out)
         assert torch.equal(x, copy), "x was written to"
     for t, old in zip(tensors, before, strict=True):
         assert not difference(t, old), "a packed tensor was written to"
@@ -150,9 +160,10 @@ def test_every_m_by_the_plan(case):
 @by_provider
 def test_x_that_is_not_contiguous(case, name):
     contract, provider = case.contract, usable(name, case.contract)
-    k, m = contract.weight.k, min(10, provider.limit(contract))
+    k, m = contract.weight.k, min(10, limit_of(provider, contract))
     _, source = case.make()
-    tensors = packed(only(name), contract, source)
+    route = routes_of(provider, contract, m)[0]
+    tensors = packed(only(route), contract, source)
     layouts = {
         "sliced": lambda x: torch.cat([x, x, x[:, :3]], 1)[:, 3 : k + 3],
         "every other row": lambda x: x.repeat_interleave(2, 0)[::2],
@@ -162,7 +173,7 @@ def test_x_that_is_not_contiguous(case, name):
     for layout, made in layouts.items():
         xs = [made(x) for x in activations(contract, m)]
         assert not xs[0].is_contiguous(), layout
-        ours = [call(x, tensors, contract, only(name)) for x in xs]
+        ours = [call(x, tensors, contract, only(route)) for x in xs]
         for out in ours:
             check(out, contract, m)
         hold(contract, ours, xs, source)
@@ -225,7 +236,7 @@ def test_a_plan_packs_each_tensor_once_and_checks_it():
     contract = CASES[9].contract
     plan = Plan(((4, "aten.int8pack_mm"), (INFINITE, "onednn.dequant_strips")))
     assert list(plan.operands(DEQUANT_MATMUL, contract)) == ["codes", "row_scale", "scale"]
-    assert [take for *_, take in plan.routes(DEQUANT_MATMUL, contract)] == [(0, 1), (0, 2)]
+    assert [route.take for route in plan.routes(DEQUANT_MATMUL, contract)] == [(0, 1), (0, 2)]
 
     class Wrong(Toy):
         def pack(self, contract: Any, source: Any) -> dict[str, torch.Tensor]:
@@ -302,13 +313,14 @@ def test_scale_and_bias_of_one_product():
 @pytest.mark.parametrize("corner", CORNERS)
 @by_provider
 def test_a_provider_runs_all_that_it_says_it_takes(corner, name):
-    contract, _ = CORNERS[corner].contract, usable(name, CORNERS[corner].contract)
+    contract, provider = CORNERS[corner].contract, usable(name, CORNERS[corner].contract)
     # Its bf16 loop has no tail: other K read past the end (a wrong value, or the process dies).
     assert name != "aten.int8pack_mm" or contract.weight.k % 16 == 0, "K must be refused"
     _, source = CORNERS[corner].make()
-    tensors = packed(only(name), contract, source)
+    route = routes_of(provider, contract, 4)[0]
+    tensors = packed(only(route), contract, source)
     xs = activations(contract, 4)
-    hold(contract, [call(x, tensors, contract, only(name)) for x in xs], xs, source)
+    hold(contract, [call(x, tensors, contract, only(route)) for x in xs], xs, source)
 
 
 # Strips ---------------------------------------------------------------------------------------
@@ -486,6 +498,9 @@ class Toy:
     def operands(self, contract: Any) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         return {"w": ((2, 3), FP32), self.name: ((1,), FP32)}
 
+    def run(self, contract: Any, x: torch.Tensor, packed: Sequence[torch.Tensor]) -> torch.Tensor:
+        return x
+
 
 def toys(*providers: Toy) -> Op:
     """An operator that is in no registry, the reference registered first."""
@@ -506,8 +521,8 @@ def test_a_plan_is_ordered_by_limit_whatever_registered_first():
     assert toy.plan(INT4, "cpu", 5).steps[0] == (64, "many")
     assert list(plan.operands(toy, INT4)) == ["w", "few", "many", "reference"]
     routes = plan.routes(toy, INT4)
-    assert [(limit, provider.name) for limit, provider, _ in routes] == list(plan.steps)
-    assert [take for *_, take in routes] == [(0, 1), (0, 2), (0, 3)]
+    assert [(route.limit, route.provider.name) for route in routes] == list(plan.steps)
+    assert [route.take for route in routes] == [(0, 1), (0, 2), (0, 3)]
 
 
 @pytest.mark.parametrize(
@@ -521,12 +536,59 @@ def test_a_plan_is_ordered_by_limit_whatever_registered_first():
             "a.b (M <= 16), c (M > 16)",
         ),
         (((1, "a"), (8, "b")), "1:a,8:b", "a (M <= 1), b (M <= 8)"),
+        (
+            ((4, "a@n64.k8"), (9, "a@n16")),
+            "4:a@n64.k8,9:a@n16",
+            "a@n64.k8 (M <= 4), a@n16 (M <= 9)",
+        ),
     ],
 )
 def test_plans_as_text(steps, text, summary):
     plan = Plan(steps)
     assert (str(plan), plan.summary) == (text, summary)
     assert Plan.parse(text) == plan and hash(Plan.parse(text)) == hash(plan)
+
+
+@pytest.mark.parametrize("route", ["", "a@", "@n8", "a@n8@k8", "a@n 8", "a@n:8", "a,b", "a b"])
+def test_a_route_that_a_plan_cannot_print(route):
+    with pytest.raises(ValueError, match="no route: .*; wanted `provider` or `provider@config`"):
+        only(route)
+
+
+class Tiled(Toy):
+    """A toy that can be told a tile; its own choice grows with M."""
+
+    calls: list[tuple[Any, ...]]
+
+    def configs(self, contract: Any, m: int) -> list[str]:
+        return [f"t{min(16, 1 << (m - 1).bit_length())}", "t1", "t64"]
+
+    def run(self, contract: Any, x: Any, packed: Any, config: str) -> torch.Tensor:
+        self.calls.append((contract, x, packed, config))
+        return x
+
+
+def test_a_plan_binds_configs():
+    tiled = Tiled("tiled", INFINITE, calls=[])
+    toy = toys(tiled, Toy("few", 2))
+    plan = toy.plan(INT4, "cpu", None)
+    assert plan.steps == ((2, "few"), (5, "tiled@t4"), (11, "tiled@t8"), (INFINITE, "tiled@t16"))
+    assert plan == Plan.parse(str(plan))
+    assert toy.plan(INT4, "cpu", 9).steps == ((INFINITE, "tiled@t16"),)
+    assert list(plan.operands(toy, INT4)) == ["w", "few", "tiled"]
+    assert plan.providers(toy) == [toy.providers["few"], tiled]
+    _, *routes = plan.routes(toy, INT4)
+    for (limit, route), bound in zip(plan.steps[1:], routes, strict=True):
+        bound.run(INT4, "x", "packed")
+        assert tiled.calls.pop() == (INT4, "x", "packed", split(route)[1])
+        assert bound[0] == limit and bound[2:] == ((0, 2), tiled, split(route)[1])
+
+
+def test_a_provider_without_a_limit_takes_every_m():
+    class Unlimited(Toy):
+        limit = None
+
+    assert toys(Unlimited("all", 3)).plan(INT4, "cpu", None).steps == ((INFINITE, "all"),)
 
 
 def test_dispatch_at_the_border():
@@ -680,17 +742,18 @@ def test_on_cuda(name, i):
     provider = usable(name, contract, f"sm_{major}{minor}")
     source = on(CUDA_CASES[i].make()[1], "cuda")
     tensors = packed(only(name), contract, source)
-    for m in sorted({min(m, provider.limit(contract)) for m in (1, 7, 64)}):
+    for m in sorted({min(m, limit_of(provider, contract)) for m in (1, 7, 64)}):
+        route = routes_of(provider, contract, m)[0]
         xs = activations(contract, m, "cuda")
-        ours = [provider.run(contract, x, tensors) for x in xs]
+        ours = [direct(route, contract, x, tensors) for x in xs]
         for x, out in zip(xs, ours, strict=True):
             check(out, contract, m)
             with poisoned():
-                assert not difference(call(x, tensors, contract, only(name)), out)
+                assert not difference(call(x, tensors, contract, only(route)), out)
         hold(contract, ours, xs, source)
         turned = [x.t().contiguous().t() for x in xs]
-        hold(contract, [call(x, tensors, contract, only(name)) for x in turned], xs, source)
-        replays(contract, only(name), tensors, xs[0])
+        hold(contract, [call(x, tensors, contract, only(route)) for x in turned], xs, source)
+        replays(contract, only(route), tensors, xs[0])
 
 
 def replays(
