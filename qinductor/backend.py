@@ -298,6 +298,7 @@ class Matching:
         self.fakes.extend(rewrite(graph, lowering))
         self.slots.append(slot)
         site.lowered, site.provider = True, lowering.plan.summary
+        site.rung = lowering.plan.rung
         self._account(lowering)
 
     def _account(self, lowering: Lowering) -> None:

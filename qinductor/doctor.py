@@ -19,7 +19,7 @@ from torch._inductor.exc import InvalidCxxCompiler
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch._vendor.packaging.version import Version
 
-from qinductor import load
+from qinductor import load, tables
 from qinductor.op import OPS, Provider
 from qinductor.options import TARGETS
 
@@ -181,6 +181,22 @@ def _backend() -> Iterator[Line]:
     problem = None if os.access(there, os.W_OK) else f"{there} cannot be written to"
     state = f"{cache} ({'there' if there == cache else 'not there yet'})"
     yield Line("backend", "cache", state, problem, True)
+    for target in ("cpu", *dict.fromkeys(target for _, target, _ in _gpus())):
+        yield _times(target)
+
+
+def _times(target: str) -> Line:
+    """Which table of measured times the dispatcher reads for this target."""
+    name = tables.device(target)
+    if name is None:
+        return Line("backend", f"times {target}", "none: not the current device")
+    entries = tables.load(name, tables.own()).entries
+    mine = sum(entry.own for entry in entries)
+    path = tables.own() / tables.file_of(name)
+    found = f"{mine} weights tuned here ({path}), {len(entries) - mine} tuned for {name}"
+    unmeasured = "the providers' limits" if target == "cpu" else "estimates"
+    none = f"none for {name}: {unmeasured} choose; python -m qinductor tune"
+    return Line("backend", f"times {target}", found if entries else none)
 
 
 def _operators() -> Iterator[Line]:

@@ -2,18 +2,15 @@
 
 import dataclasses
 import functools
-import itertools
-import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import sympy
 import torch
 
-from qinductor.errors import Refused
+from qinductor.rates import M as M  # where kernels take it from
 
-M = sympy.Symbol("M", integer=True, nonnegative=True)
 LIBRARY = torch.library.Library("qinductor", "DEF")
 INFINITE = 1 << 62
 Spec = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of a packed tensor
@@ -37,6 +34,11 @@ class Provider(Protocol):
                                  largest M that it takes, or up to which it is preferred over those
                                  that go further; `dense`: where a dense weight is allowed. Without
                                  this it takes every M
+    seconds(contract) -> sympy expression in M, BANDWIDTH and RATE
+                                 its own estimate of its time, where nothing was measured; without
+                                 it, the roofline of the operator's cost
+    version                      an integer; times measured with another one are ignored. 1 if
+                                 there is none
     configs(contract, m) -> Sequence[str]
                                  what it can be told beside the contract (tile sizes, say), worth
                                  measuring at m rows; its own choice first, never empty. A text has
@@ -111,33 +113,14 @@ class Op:
         return next(provider for provider in self.providers.values() if provider.reference)
 
     def plan(self, contract: Any, target: str, m: int | None, dense: bool = False) -> "Plan":
-        """The providers for every M, or for this one. Refused with every provider's reason."""
-        reasons: list[str] = []
-        able: list[tuple[int, bool, bool, str]] = []
-        for name, provider in self.providers.items():
-            if not provider.runs_on(target) or (provider.dense and not dense):
-                continue
-            reason = provider.why_not(contract)
-            limit = limit_of(provider, contract, dense)
-            if reason is None and m is not None and m > limit:
-                reason = f"M is {m}; it takes up to {limit}"
-            if reason is None:
-                able.append((limit, provider.reference, not provider.dense, name))
-            else:
-                reasons.append(f"{name}: {reason}")
-        # By the M up to which each is best, whichever file registered first; the reference last.
-        steps: list[tuple[int, str]] = []
-        for limit, _, _, name in sorted(able):
-            after = steps[-1][0] if steps else 0
-            if not steps or (m is None and limit > after):
-                steps.extend(_configured(self.providers[name], contract, after, limit, m))
-        if all(self.providers[split(route)[0]].reference for _, route in steps):
-            raise Refused(
-                f"no provider for {target} takes it: "
-                + ("; ".join(reasons) or "only the reference is there, and Inductor is faster"),
-                contract=contract.summary,
-            )
-        return Plan(tuple(steps))
+        """What runs every M, or this one. Refused with every provider's reason.
+
+        By measured times where a table of the present device has some, else by the providers'
+        limits on a CPU and by estimated times on a GPU.
+        """
+        from qinductor.dispatch import planned  # which imports this file
+
+        return planned(self, contract, target, m, dense)
 
 
 def split(route: str) -> tuple[str, str | None]:
@@ -158,21 +141,6 @@ def routes_of(provider: Provider, contract: Any, m: int) -> Sequence[str]:
     if found is None:
         return (provider.name,)
     return [f"{provider.name}@{config}" for config in found(contract, m)]
-
-
-def _configured(
-    provider: Provider, contract: Any, after: int, limit: int, m: int | None
-) -> Iterator[tuple[int, str]]:
-    """Steps by a provider for after < M <= limit, or for this m, in the configs it chooses."""
-    if m is not None:
-        yield limit, routes_of(provider, contract, m)[0]
-        return
-    points = [p for p in GRID if after < p <= limit] or [min(limit, GRID[-1])]
-    routes = [routes_of(provider, contract, p)[0] for p in points]
-    for (point, route), (above, other) in itertools.pairwise(zip(points, routes, strict=True)):
-        if route != other:
-            yield math.isqrt(point * above), route
-    yield limit, routes[-1]
 
 
 def single(contract: Any) -> tuple[Any, int]:
@@ -196,10 +164,12 @@ class Plan:
     """What runs which M: (largest M, route), ascending; a route is `provider` or `provider@config`.
 
     whole  whether the reference's tensors are packed as well, so that the weight can be restored
+    rung   what it was chosen by: "tuned here", "tuned for <device>", "heuristic", "limits"
     """
 
     steps: tuple[tuple[int, str], ...]
     whole: bool = False
+    rung: str = dataclasses.field(default="", compare=False)
 
     def __post_init__(self) -> None:
         for _, route in self.steps:

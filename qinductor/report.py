@@ -18,6 +18,8 @@ class Site:
     lowered   whether a provider runs it now
     contract  what it was proved to compute, in the field's terms; None if nothing was proved
     provider  what runs it, by range of M; None if it was left to Inductor
+    rung      what that was chosen by: "tuned here" or "tuned for <device>", of the nearest N and K
+              where its own were not measured, "heuristic", or the providers' "limits"
     reason    the first check that failed, with what was found and what was wanted; None if lowered
     cost      bytes and flops of the lowered operator, expressions in M
     evaluations  runs of the region that identification took: (on probes, whole)
@@ -30,6 +32,7 @@ class Site:
     lowered: bool = False
     contract: str | None = None
     provider: str | None = None
+    rung: str | None = None
     reason: str | None = None
     cost: dict[str, str] | None = None
     evaluations: tuple[int, int] | None = None
@@ -99,9 +102,10 @@ class Report:
         )
         rows = [("where", "pattern", "contract", "lowered to, or why not")]
         for site in self.sites:
-            outcome = site.provider if site.lowered else f"NOT LOWERED: {site.reason}"
+            outcome = f"{site.provider}{f' [{site.rung}]' if site.rung else ''}"
+            outcome = outcome if site.lowered else f"NOT LOWERED: {site.reason}"
             where = f"{site.where} (variant {site.variant})" if site.variant > 1 else site.where
-            rows.append((where, site.pattern, site.contract or "-", outcome or "-"))
+            rows.append((where, site.pattern, site.contract or "-", outcome))
         widths = [max(len(row[i]) for row in rows) for i in range(3)]
         lines = [
             "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]])

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from qinductor import tables
 from qinductor.backend import Matching, _patches
 from qinductor.options import Options
 from qinductor.report import Report
@@ -52,6 +53,7 @@ def rewritten(
     target       as in Options; for all but "cpu" the graph is traced on fake CUDA tensors, which a
                  torch without CUDA cannot index with brackets (write unsqueeze, narrow, select)
     options      the backend's other options; dynamic as for torch.compile
+    The result is that of every machine: no table of measured times is read.
     Errors: what Dynamo raises for a graph break; OptionError for bad options.
     """
     chosen = dataclasses.replace(Options.of(options, None), target=target)
@@ -68,7 +70,7 @@ def rewritten(
     def backend(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         values = [real.get(id(value), value) for value in inputs]
         matching = _Recording(gm, values, chosen, packs=False)
-        with mock.patch.object(joint_graph, "lazy_init"), contextlib.suppress(_Stop):
+        with mock.patch.object(joint_graph, "lazy_init"), contextlib.suppress(_Stop), untuned():
             compile_fx(gm, list(inputs), config_patches=_patches(chosen, matching))
         found.append(Rewritten(matching.before, matching.after, matching.report))
         return gm.forward
@@ -78,6 +80,11 @@ def rewritten(
         torch.compile(module, backend=backend, dynamic=dynamic, fullgraph=True)(*args)
     torch._dynamo.reset()
     return found[0]
+
+
+def untuned() -> contextlib.AbstractContextManager[Any]:
+    """Plans made meanwhile are those of a machine of which no table knows."""
+    return mock.patch.object(tables, "device", lambda target: None)
 
 
 class _Stop(BaseException):
