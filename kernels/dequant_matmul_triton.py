@@ -122,15 +122,15 @@ def launch(
     with torch.cuda.device_of(x):
         code.product[(tiles, -(-w.n // config.bn), split * batch)](
             x, x.stride(-2), *fields, *grids, given.get("table", x), *epilogue,
-            x if offsets is None else offsets, parts, m, w.n, w.k, n // 64, k,
+            x if offsets is None else offsets, parts, m, w.n, w.k, n // 64, k, split,
             F=form, E=experts, EP=1 << (experts - 1).bit_length() if experts else 0,
-            BM=config.bm, BN=config.bn, BK=config.bk, SPLIT=split, STAGES=config.stages,
+            BM=config.bm, BN=config.bn, BK=config.bk, PARTS=split > 1, STAGES=config.stages,
             EVEN_K=w.k % config.bk == 0, ASM=asm, num_warps=config.warps,
         )  # fmt: skip
         if split > 1:
             rows, block = out.numel() // w.n, 256
             code.sum_parts[(rows, -(-w.n // block))](
-                parts, *epilogue, out, rows, m, w.n, F=form, SPLIT=split, B=block, num_warps=4
+                parts, *epilogue, out, rows, m, w.n, split, F=form, B=block, num_warps=4
             )
     return out
 
@@ -144,7 +144,9 @@ def candidates(contract: DequantMatmul, m: int) -> list[Config]:
     for bm, bn, bk in itertools.product({rows, max(16, rows // 2)}, (64, 128), (64, 128, 256)):
         programs = -(-m // bm) * -(-w.n // bn)
         splits = [s for s in (1, 2, 4, 8) if s == 1 or programs * s <= 1056 and s * bk * 2 <= w.k]
-        for split, warps, stages in itertools.product(splits, (4, 8), (3, 4, 5)):
+        for split, warps, stages in itertools.product(
+            splits, (4, 8), (3, 5) if bm <= 32 else (3, 4)
+        ):
             config = Config(bm, bn, bk, split, warps, stages)
             large = bm * bn > 64 * 128
             if bk < least or config.shared(contract) > SHARED:

@@ -351,18 +351,18 @@ def _expert(offsets_ptr, tile, T, E: tl.constexpr, EP: tl.constexpr, BM: tl.cons
     return tl.where(tile < tl.max(upto, 0), expert, E), first, tl.sum(tl.where(here, end, 0), 0)
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M", "split"])
 def product(
     x_ptr, x_stride, q0_ptr, q1_ptr, q2_ptr, s_ptr, z_ptr, t_ptr, table_ptr, scale_ptr, bias_ptr,
-    offsets_ptr, out_ptr, M, N, K, N64, KP, F: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
+    offsets_ptr, out_ptr, M, N, K, N64, KP, split, F: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr,
     STAGES: tl.constexpr, EVEN_K: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """out[M, N] = x . W^T, of E experts [E, M, N] each its own, or with rows sorted by expert where
-    EP > 0. Programs: tiles of x's rows, of W's rows, and experts x SPLIT parts of K; with parts the
-    fp32 sums go to out[SPLIT, ...] for `sum_parts`."""
+    EP > 0. Programs: tiles of x's rows, of W's rows, and experts x `split` parts of K; where
+    PARTS is set the fp32 sums go to out[split, ...] for `sum_parts`."""
     tile, row = tl.program_id(0), tl.program_id(1) * BN
-    part, expert = tl.program_id(2) % SPLIT, tl.program_id(2) // SPLIT
+    part, expert = tl.program_id(2) % split, tl.program_id(2) // split
     first, end = tile * BM, M
     if EP > 0:
         expert, first, end = _expert(offsets_ptr, tile, M, E, EP, BM)
@@ -376,7 +376,7 @@ def product(
     x_rows = x_ptr + (base + m).to(tl.int64)[:, None] * x_stride
     s, z, t = _rows(s_ptr, z_ptr, t_ptr, expert, row, N64, F, BN)
     steps = tl.cdiv(K, BK)
-    share = tl.cdiv(steps, SPLIT)
+    share = tl.cdiv(steps, split)
     acc = tl.zeros((BN, BM), tl.float32)
     for step in tl.range(part * share, tl.minimum(steps, (part + 1) * share), num_stages=STAGES):
         k = step * BK
@@ -397,25 +397,24 @@ def product(
     n = row + tl.arange(0, BN)
     mask = (m < end)[None, :] & (n < N)[:, None]
     at = (base + m).to(tl.int64)[None, :] * N + n[:, None]
-    if SPLIT == 1:
+    if not PARTS:
         at_expert = expert * N + n[:, None]
         acc = _finished(acc, scale_ptr, bias_ptr, at_expert, n[:, None] < N, F)
         tl.store(out_ptr + at, acc, mask=mask)
     else:
-        rows = M if EP > 0 else M * tl.num_programs(2) // SPLIT
+        rows = M if EP > 0 else M * (tl.num_programs(2) // split)
         tl.store(out_ptr + part.to(tl.int64) * rows * N + at, acc, mask=mask)
 
 
-@triton.jit(do_not_specialize=["rows", "M"])
+@triton.jit(do_not_specialize=["rows", "M", "split"])
 def sum_parts(
-    parts_ptr, scale_ptr, bias_ptr, out_ptr, rows, M, N, F: tl.constexpr, SPLIT: tl.constexpr,
-    B: tl.constexpr,
+    parts_ptr, scale_ptr, bias_ptr, out_ptr, rows, M, N, split, F: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
-    """out[rows, N] from the sums [SPLIT, rows, N], always added in one order; M rows an expert."""
+    """out[rows, N] from the sums [split, rows, N], always added in one order; M rows an expert."""
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * B + tl.arange(0, B)
     acc = tl.zeros((B,), tl.float32)
-    for part in tl.static_range(SPLIT):
+    for part in range(split):
         acc += tl.load(parts_ptr + (part * rows + row) * N + n, mask=n < N, other=0.0)
     acc = _finished(acc, scale_ptr, bias_ptr, row // M * N + n, n < N, F)
     tl.store(out_ptr + row * N + n, acc, mask=n < N)
