@@ -109,7 +109,8 @@ def launch(
     tiles = -(-m // config.bm) + (min(experts, m) if experts else 0)
     # Rows past the last offset belong to no expert.
     out = x.new_zeros(shape) if experts else x.new_empty(shape)
-    split = min(config.split, -(-w.k // config.bk))
+    bk = min(config.bk, k & -k)  # a config of another K may be
+    split = min(config.split, -(-w.k // bk))
     parts = out if split == 1 else x.new_empty((split, *shape), dtype=torch.float32)
     if split > 1 and experts:
         parts.zero_()
@@ -119,19 +120,21 @@ def launch(
     epilogue = given.get("output_scale", x), given.get("bias", x)
     form = device_form(contract)
     asm = not type(code.product).__name__.startswith("Interpreted")
+    pdl = x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
     with torch.cuda.device_of(x):
         code.product[(tiles, -(-w.n // config.bn), split * batch)](
             x, x.stride(-2), *fields, *grids, given.get("table", x), *epilogue,
             x if offsets is None else offsets, parts, m, w.n, w.k, n // 64, k, split,
             F=form, E=experts, EP=1 << (experts - 1).bit_length() if experts else 0,
-            BM=config.bm, BN=config.bn, BK=config.bk, PARTS=split > 1, STAGES=config.stages,
-            EVEN_K=w.k % config.bk == 0, ASM=asm, num_warps=config.warps,
+            BM=config.bm, BN=config.bn, BK=bk, PARTS=split > 1, STAGES=config.stages,
+            EVEN_K=w.k % bk == 0, PDL=pdl, ASM=asm, num_warps=config.warps,
         )  # fmt: skip
         if split > 1:
             rows, block = out.numel() // w.n, 256
             code.sum_parts[(rows, -(-w.n // block))](
-                parts, *epilogue, out, rows, m, w.n, split, F=form, B=block, num_warps=4
-            )
+                parts, *epilogue, out, rows, m, w.n, split, F=form, B=block, PDL=pdl,
+                num_warps=4, launch_pdl=pdl,
+            )  # fmt: skip
     return out
 
 

@@ -14,20 +14,33 @@ tile of a program.
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
-def _pieces(width: int) -> tl.constexpr:
-    """PTX: all fields of this width of two int16, each field as two int16."""
+@triton.constexpr_function
+def _pieces(width, over):
+    """PTX: all fields of this width of two int16, each field as two int16, under the bits `over`.
+
+    One LOP3 takes a field out and puts an exponent over it; ptxas would not make one of two.
+    """
     count, mask = 16 // width, ((1 << width) - 1) * 0x10001
-    lines = [f"shr.u32 x, ${count}, {width * j}; and.b32 ${j}, x, {mask};" for j in range(count)]
-    return tl.constexpr("{ .reg .b32 x; " + " ".join(lines) + " }")
+    lines = [
+        f"shr.u32 x, ${count}, {width * j}; lop3.b32 ${j}, x, {mask}, {over * 0x10001}, 0xEA;"
+        for j in range(count)
+    ]
+    return "{ .reg .b32 x; " + " ".join(lines) + " }"
 
 
-_PIECES1, _PIECES2, _PIECES4, _PIECES8 = (_pieces(width) for width in (1, 2, 4, 8))
-_TO16 = tl.constexpr("=r," * 16 + "r")
-_TO8 = tl.constexpr("=r," * 8 + "r")
-_TO4 = tl.constexpr("=r," * 4 + "r")
-_TO2 = tl.constexpr("=r,=r,r")
+@triton.constexpr_function
+def _outputs(count):
+    return "=r," * count + "r"
+
+
+@triton.constexpr_function
+def _over(form):
+    """Bits that codes have over them as they are taken out: of 128 in bf16, of 1024 in fp16."""
+    whole = form.kind == "magic" and not form.w1
+    return (0x4300 if form.number == tl.bfloat16 else 0x6400) if whole else 0
 
 
 @triton.jit
@@ -42,27 +55,35 @@ def _joined8(a, b, c, d, e, f, g, h):
 
 
 @triton.jit
-def _field(q, WIDTH: tl.constexpr, R: tl.constexpr, C: tl.constexpr, ASM: tl.constexpr):
-    """int16[64 R, C * 256 / WIDTH] of fields, from int16[R, C * 1024] as `fragments` packs it."""
+def _field(
+    q, WIDTH: tl.constexpr, OVER: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """int16[64 R, C * 256 / WIDTH] of fields under the bits OVER, from int16[R, C * 1024] as
+    `fragments` packs it."""
     # rows / 64, tiles of columns, warp, row g, pair of columns t, four words i, which of the pair
     q = q.reshape(R, C, 4, 8, 4, 4, 2)
     if WIDTH == 8:
         if ASM:
-            a, b = tl.inline_asm_elementwise(_PIECES8, _TO2, [q], (tl.int16,) * 2, True, 2)
+            a, b = tl.inline_asm_elementwise(
+                _pieces(8, OVER), _outputs(2), [q], (tl.int16,) * 2, True, 2
+            )
         else:
             a, b = q & 255, (q >> 8) & 255
         w = tl.join(a.reshape(R, C, 4, 8, 4, 2, 2, 2), b.reshape(R, C, 4, 8, 4, 2, 2, 2))
         w = w.permute(0, 2, 8, 3, 1, 5, 6, 4, 7)
     elif WIDTH == 4:
         if ASM:
-            a, b, c, d = tl.inline_asm_elementwise(_PIECES4, _TO4, [q], (tl.int16,) * 4, True, 2)
+            a, b, c, d = tl.inline_asm_elementwise(
+                _pieces(4, OVER), _outputs(4), [q], (tl.int16,) * 4, True, 2
+            )
         else:
             a, b, c, d = q & 15, (q >> 4) & 15, (q >> 8) & 15, (q >> 12) & 15
         w = _joined4(a, b, c, d).permute(0, 2, 8, 3, 1, 5, 7, 4, 6)
     elif WIDTH == 2:
         if ASM:
             a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
-                _PIECES2, _TO8, [q], (tl.int16,) * 8, True, 2
+                _pieces(2, OVER), _outputs(8), [q], (tl.int16,) * 8, True, 2
             )
         else:
             a, b, c, d = q & 3, (q >> 2) & 3, (q >> 4) & 3, (q >> 6) & 3
@@ -71,7 +92,7 @@ def _field(q, WIDTH: tl.constexpr, R: tl.constexpr, C: tl.constexpr, ASM: tl.con
     else:
         if ASM:
             a, b, c, d, e, f, g, h, i, j, k, u, m, n, o, p = tl.inline_asm_elementwise(
-                _PIECES1, _TO16, [q], (tl.int16,) * 16, True, 2
+                _pieces(1, OVER), _outputs(16), [q], (tl.int16,) * 16, True, 2
             )
         else:
             a, b, c, d = q & 1, (q >> 1) & 1, (q >> 2) & 1, (q >> 3) & 1
@@ -91,17 +112,16 @@ _OR_BF16 = tl.constexpr("or.b32 $0, $1, 0x43004300;")  # 128 + code
 _OR_FP16 = tl.constexpr("or.b32 $0, $1, 0x64006400;")  # 1024 + code
 
 
-def _float_bits(bits: int, shift: int) -> tl.constexpr:
+@triton.constexpr_function
+def _float_bits(bits, shift):
     """PTX: sign and magnitude of a float of so many bits, moved to where a wider float has them."""
     magnitude, sign = ((1 << bits - 1) - 1) * 0x10001, (1 << bits - 1) * 0x10001
-    return tl.constexpr(
+    return (
         f"{{ .reg .b32 x, y; and.b32 x, $1, {magnitude}; shl.b32 x, x, {shift}; "
         f"and.b32 y, $1, {sign}; shl.b32 y, y, {16 - bits}; or.b32 $0, x, y; }}"
     )
 
 
-_E2M1_BF16, _E4M3_BF16, _E5M2_BF16 = _float_bits(4, 6), _float_bits(8, 4), _float_bits(8, 5)
-_E2M1_FP16, _E4M3_FP16, _E5M2_FP16 = _float_bits(4, 9), _float_bits(8, 7), _float_bits(8, 8)
 _MUL_BF16 = tl.constexpr("""{ .reg .b32 zero;
 mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0, $1, $2, zero; }""")
 _ADD_BF16 = tl.constexpr("""{ .reg .b32 one;
@@ -156,17 +176,13 @@ def _op(a, b, OP: tl.constexpr, T: tl.constexpr, ASM: tl.constexpr):
 @triton.jit
 def _float(code, MAN: tl.constexpr, BITS: tl.constexpr, T: tl.constexpr, ASM: tl.constexpr):
     """A float code's bits as those of T: the value, but for a power of two."""
-    if not ASM:
-        width: tl.constexpr = 7 if T == tl.bfloat16 else 10
-        magnitude = (code & ((1 << (BITS - 1)) - 1)) << (width - MAN)
+    SHIFT: tl.constexpr = (7 if T == tl.bfloat16 else 10) - MAN
+    if ASM:
+        out = _asm1(code, _float_bits(BITS, SHIFT), T)
+    else:
+        magnitude = (code & ((1 << (BITS - 1)) - 1)) << SHIFT
         sign = (code & (1 << (BITS - 1))) << (16 - BITS)
         out = (magnitude | sign).to(tl.int16).to(T, bitcast=True)
-    elif BITS == 4:
-        out = _asm1(code, _E2M1_BF16 if T == tl.bfloat16 else _E2M1_FP16, T)
-    elif MAN == 3:
-        out = _asm1(code, _E4M3_BF16 if T == tl.bfloat16 else _E4M3_FP16, T)
-    else:
-        out = _asm1(code, _E5M2_BF16 if T == tl.bfloat16 else _E5M2_FP16, T)
     return out
 
 
@@ -199,10 +215,12 @@ def _value(code, table_ptr, F: tl.constexpr, ASM: tl.constexpr):
             )
     else:
         if F.kind == "magic":
-            if ASM:
-                out = _asm1(code, _OR_BF16 if T == tl.bfloat16 else _OR_FP16, T)
-            else:
+            if not ASM:
                 out = (code | (0x4300 if T == tl.bfloat16 else 0x6400)).to(T, bitcast=True)
+            elif _over(F) != 0:
+                out = code.to(T, bitcast=True)
+            else:
+                out = _asm1(code, _OR_BF16 if T == tl.bfloat16 else _OR_FP16, T)
         elif F.kind == "byte":
             out = _asm1(code, _BYTE_BF16, T) if ASM else code.to(tl.float32).to(T)
         elif F.kind == "e2m1":
@@ -242,11 +260,11 @@ def _weight(
     ASM: tl.constexpr,
 ):  # fmt: skip
     """W[64 R, BK] in F.x: from words of each field, scales and zeros [64 R, groups], row scales."""
-    code = _field(q0, F.w0, R, BK * F.w0 // 256, ASM)
+    code = _field(q0, F.w0, _over(F), R, BK * F.w0 // 256, ASM)
     if F.w1 > 0:
-        code = (code << F.w1) | _field(q1, F.w1, R, BK * F.w1 // 256, ASM)
+        code = (code << F.w1) | _field(q1, F.w1, 0, R, BK * F.w1 // 256, ASM)
     if F.w2 > 0:
-        code = (code << F.w2) | _field(q2, F.w2, R, BK * F.w2 // 256, ASM)
+        code = (code << F.w2) | _field(q2, F.w2, 0, R, BK * F.w2 // 256, ASM)
     NG: tl.constexpr = _groups(F, BK)
     v = _value(code, table_ptr, F, ASM).reshape(R * 64, NG, BK // NG)
     s, z, t = s[:, :, None], z[:, :, None], t[:, None, None]
@@ -354,13 +372,15 @@ def _expert(offsets_ptr, tile, T, E: tl.constexpr, EP: tl.constexpr, BM: tl.cons
 @triton.jit(do_not_specialize=["M", "split"])
 def product(
     x_ptr, x_stride, q0_ptr, q1_ptr, q2_ptr, s_ptr, z_ptr, t_ptr, table_ptr, scale_ptr, bias_ptr,
-    offsets_ptr, out_ptr, M, N, K, N64, KP, split, F: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr,
-    STAGES: tl.constexpr, EVEN_K: tl.constexpr, ASM: tl.constexpr,
+    offsets_ptr, out_ptr, M, N, K, N64, KP, split, F: tl.constexpr, E: tl.constexpr,
+    EP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr,
+    STAGES: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """out[M, N] = x . W^T, of E experts [E, M, N] each its own, or with rows sorted by expert where
     EP > 0. Programs: tiles of x's rows, of W's rows, and experts x `split` parts of K; where
     PARTS is set the fp32 sums go to out[split, ...] for `sum_parts`."""
+    if PARTS and PDL:
+        gdc_launch_dependents()
     tile, row = tl.program_id(0), tl.program_id(1) * BN
     part, expert = tl.program_id(2) % split, tl.program_id(2) // split
     first, end = tile * BM, M
@@ -409,11 +429,14 @@ def product(
 @triton.jit(do_not_specialize=["rows", "M", "split"])
 def sum_parts(
     parts_ptr, scale_ptr, bias_ptr, out_ptr, rows, M, N, split, F: tl.constexpr, B: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """out[rows, N] from the sums [split, rows, N], always added in one order; M rows an expert."""
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * B + tl.arange(0, B)
     acc = tl.zeros((B,), tl.float32)
+    if PDL:  # launched while the product still runs
+        gdc_wait()
     for part in range(split):
         acc += tl.load(parts_ptr + (part * rows + row) * N + n, mask=n < N, other=0.0)
     acc = _finished(acc, scale_ptr, bias_ptr, row // M * N + n, n < N, F)
