@@ -1,6 +1,9 @@
-"""Every test starts clean: nothing compiled, no compile cache, one thread, one seed."""
+"""Every test starts clean: nothing compiled, no compile cache, no table of measured times, one
+thread, one seed."""
 
 import logging
+import os
+import tempfile
 
 import pytest
 import torch
@@ -8,13 +11,19 @@ from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 
 import qinductor
+from qinductor import tables
 
 # Pytest listens to loggers that do not propagate; then torch writes out every graph, for nothing.
 logging.getLogger("torch.__trace").propagate = True
 
+# Plans must not depend on the machine, and its own tables must not be written to.
+os.environ["QINDUCTOR_CACHE"] = tempfile.mkdtemp()
+
 
 @pytest.fixture(autouse=True)
-def clean_state():
+def clean_state(monkeypatch, tmp_path):
+    monkeypatch.setenv("QINDUCTOR_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(tables, "device", lambda target: None)
     torch._dynamo.reset()
     qinductor.reports().clear()
     torch.set_num_threads(1)
