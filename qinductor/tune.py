@@ -53,7 +53,7 @@ def main(arguments: list[str], made: Factory) -> int:
     if wrong := [m for m in rows if m not in GRID]:
         raise QinductorError(f"the dispatcher knows M of {list(GRID)}; got {wrong}")
     print(f"{len(contracts)} weights on {tuner.name}; the times go to {tuner.path}")
-    stop = time.monotonic() + given.budget if given.budget else float("inf")
+    stop = float("inf") if given.budget is None else time.monotonic() + given.budget
     try:
         with _progress(len(contracts) * len(rows)) as said:
             done = all(tuner.tune(each, rows, stop, given.again, said) for each in contracts)

@@ -21,15 +21,16 @@ os.environ["QINDUCTOR_CACHE"] = tempfile.mkdtemp()
 
 
 @pytest.fixture(autouse=True)
-def clean_state(monkeypatch, tmp_path):
-    monkeypatch.setenv("QINDUCTOR_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(tables, "device", lambda target: None)
+def clean_state(tmp_path_factory):
     torch._dynamo.reset()
     qinductor.reports().clear()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     settings = inductor_config.save_config()  # torchao's int8 sets some for the process
     caches_off = inductor_config.patch(fx_graph_cache=False)
-    with caches_off, functorch_config.patch(enable_autograd_cache=False):
+    untuned = pytest.MonkeyPatch.context()  # not the fixture, which would be undone after ours
+    with caches_off, functorch_config.patch(enable_autograd_cache=False), untuned as patch:
+        patch.setenv("QINDUCTOR_CACHE", str(tmp_path_factory.getbasetemp() / "no cache"))
+        patch.setattr(tables, "device", lambda target: None)
         yield
     inductor_config.load_config(settings)
