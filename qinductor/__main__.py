@@ -1,4 +1,4 @@
-"""`python -m qinductor`: demo, explain, doctor."""
+"""`python -m qinductor`: demo, explain, doctor, tune, bench."""
 
 import argparse
 import importlib.util
@@ -13,11 +13,13 @@ from qinductor.errors import QinductorError
 
 
 def main(arguments: list[str]) -> int:
-    """Runs one command; returns the exit status: 0, or 2 for bad input."""
+    """Runs one command; returns the exit status: 0, 2 for bad input, or the command's own."""
     parser = argparse.ArgumentParser(prog="python -m qinductor", description=qinductor.__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("demo", help="a real quantised model, end to end", add_help=False)
     commands.add_parser("doctor", help="what this machine has, what runs on it", add_help=False)
+    commands.add_parser("tune", help="measures the providers on this device", add_help=False)
+    commands.add_parser("bench", help="an operator's times by M, and others'", add_help=False)
     explain = commands.add_parser("explain", help="what would be lowered, and why the rest not")
     explain.add_argument(
         "factory", metavar="FILE.py:FACTORY", help="a function that returns (module, args, kwargs)"
@@ -35,6 +37,8 @@ def main(arguments: list[str]) -> int:
         from qinductor.doctor import main as doctor
 
         return doctor(rest)
+    if given.command in ("tune", "bench"):
+        return _measured(given.command, rest)
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
@@ -48,6 +52,17 @@ def main(arguments: list[str]) -> int:
         return 2
     print(report)
     return 0
+
+
+def _measured(command: str, arguments: list[str]) -> int:
+    from qinductor import bench, tune
+
+    qinductor.load()
+    try:
+        return bench.main(arguments) if command == "bench" else tune.main(arguments, _made)
+    except QinductorError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
 
 
 def _made(text: str) -> tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]:

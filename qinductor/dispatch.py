@@ -119,15 +119,16 @@ def _estimated(
         first = entry.providers[min(others or takes, key=takes.__getitem__)]
         return {routes_of(first, contract, m)[0]: 1.0}
     row = {}
-    for provider in (entry.providers[name] for name in others):
-        row[routes_of(provider, contract, m)[0]] = estimate(entry, provider, contract)(m, at)
+    for name in others:
+        route = routes_of(entry.providers[name], contract, m)[0]
+        row[route] = estimate(entry, name, contract)(m, at)
     return row
 
 
 @functools.lru_cache(4096)
-def estimate(entry: Op, provider: Provider, contract: Any) -> Callable[[int, Rates], float]:
+def estimate(entry: Op, name: str, contract: Any) -> Callable[[int, Rates], float]:
     """(M, rates) -> the seconds that a provider takes, as it says or by the roofline."""
-    seconds = getattr(provider, "seconds", None)
+    seconds = getattr(entry.providers[name], "seconds", None)
     return evaluator(roofline(entry.cost(contract)) if seconds is None else seconds(contract))
 
 

@@ -1,6 +1,9 @@
-"""Every test starts clean: nothing compiled, no compile cache, one thread, one seed."""
+"""Every test starts clean: nothing compiled, no compile cache, no table of measured times, one
+thread, one seed."""
 
 import logging
+import os
+import tempfile
 
 import pytest
 import torch
@@ -8,19 +11,26 @@ from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 
 import qinductor
+from qinductor import tables
 
 # Pytest listens to loggers that do not propagate; then torch writes out every graph, for nothing.
 logging.getLogger("torch.__trace").propagate = True
 
+# Plans must not depend on the machine, and its own tables must not be written to.
+os.environ["QINDUCTOR_CACHE"] = tempfile.mkdtemp()
+
 
 @pytest.fixture(autouse=True)
-def clean_state():
+def clean_state(tmp_path_factory):
     torch._dynamo.reset()
     qinductor.reports().clear()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     settings = inductor_config.save_config()  # torchao's int8 sets some for the process
     caches_off = inductor_config.patch(fx_graph_cache=False)
-    with caches_off, functorch_config.patch(enable_autograd_cache=False):
+    untuned = pytest.MonkeyPatch.context()  # not the fixture, which would be undone after ours
+    with caches_off, functorch_config.patch(enable_autograd_cache=False), untuned as patch:
+        patch.setenv("QINDUCTOR_CACHE", str(tmp_path_factory.getbasetemp() / "no cache"))
+        patch.setattr(tables, "device", lambda target: None)
         yield
     inductor_config.load_config(settings)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import qinductor
-from qinductor import doctor
+from qinductor import doctor, tables
 from qinductor.__main__ import main
 from qinductor.doctor import Line, diagnose, why_not, within
 from qinductor.op import OPS
@@ -137,6 +137,27 @@ def test_cache(monkeypatch, tmp_path):
     assert not (tmp_path / "a").exists(), "looking made it"
     monkeypatch.setattr(doctor.os, "access", lambda path, mode: False)
     assert line("cache").problem == f"{tmp_path} cannot be written to"
+
+
+def test_tables_of_times(monkeypatch, tmp_path):
+    gpu(monkeypatch)
+    monkeypatch.setenv("QINDUCTOR_CACHE", str(tmp_path))
+    assert line("times cpu") == Line("backend", "times cpu", "none: not the current device")
+    names = {"cpu": "A CPU", "sm_90": "NVIDIA H200"}
+    monkeypatch.setattr(tables, "device", names.get)
+    assert line("times cpu").found == (
+        "none for A CPU: the providers' limits choose; python -m qinductor tune"
+    )
+    path = tables.own() / "NVIDIA_H200.json"
+    entry = {"versions": {}, "us": {"1": {"a": 1.0}}}
+    for folder, keys in ((path.parent, ["op 1x1 a=b"]), (tmp_path / "ours", ["op 2x2 a=b"] * 2)):
+        folder.mkdir(parents=True)
+        entries = {f"{key}{i}": entry for i, key in enumerate(keys)}
+        (folder / path.name).write_text(json.dumps({"device": "NVIDIA H200", "entries": entries}))
+    monkeypatch.setattr(tables, "SHIPPED", tmp_path / "ours")
+    tables.load.cache_clear()
+    assert line("times sm_90").found == (f"1 weights tuned here ({path}), 2 tuned for NVIDIA H200")
+    tables.load.cache_clear()
 
 
 # GPUs.
