@@ -2,7 +2,8 @@
 
 The contract is a `DequantMatmul` of E experts: its weight is the format of each, [N, K]. What a
 provider packs for one weight is stacked, [E, ...], and every expert runs on the provider that the
-plan has for its own number of rows. Biases and product scales are per expert, [E, N].
+plan has for its own number of rows; a provider may also take all of them at once, `batched` and
+`grouped` (for the mean number of rows). Biases and product scales are per expert, [E, N].
 
 | tensor                    | shape                | dtype                                      |
 |---------------------------|----------------------|--------------------------------------------|
@@ -14,13 +15,14 @@ plan has for its own number of rows. Biases and product scales are per expert, [
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from qinductor.contracts import parse
 from qinductor.kernels.dequant_matmul import DEQUANT_MATMUL, NVFP4, DequantMatmul, case
-from qinductor.op import LIBRARY, Plan, single
+from qinductor.op import LIBRARY, Plan, Route, single
 
 for schema in (
     "dequant_bmm(Tensor x, Tensor[] packed, str contract, str plan) -> Tensor",
@@ -29,20 +31,22 @@ for schema in (
 ):
     LIBRARY.define(schema, tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag))
 
-# (x [M, K] of M >= 1 rows, all packed tensors, expert) -> [M, N]
-Product = Callable[[torch.Tensor, Sequence[torch.Tensor], int], torch.Tensor]
-
 
 @torch.library.impl(LIBRARY, "dequant_bmm", "CompositeExplicitAutograd")
 def dequant_bmm(
     x: torch.Tensor, packed: Sequence[torch.Tensor], contract: str, plan: str
 ) -> torch.Tensor:
     """x[E, M, K] times each expert's weight: [E, M, N]."""
-    form, product = _prepared(contract, plan)
+    form, one, routes = _prepared(contract, plan)
     out = x.new_empty((form.experts, x.shape[1], form.weight.n), dtype=form.out)
-    if x.shape[1]:
-        for expert in range(form.experts):
-            out[expert] = product(x[expert], packed, expert)
+    if not x.shape[1]:
+        return out
+    route = _route(routes, x.shape[1])
+    if (batched := getattr(route.provider, "batched", None)) is not None:
+        stacked: torch.Tensor = batched(one, x, [packed[i] for i in route.take], route.config)
+        return stacked
+    for expert in range(form.experts):
+        out[expert] = route.run(one, x[expert], [packed[i][expert] for i in route.take])
     return out
 
 
@@ -55,31 +59,42 @@ def dequant_grouped_matmul(
     plan: str,
 ) -> torch.Tensor:
     """x[T, K], sorted by expert, times the weight of each row's expert: [T, N]."""
-    form, product = _prepared(contract, plan)
+    form, one, routes = _prepared(contract, plan)
+    # Where the rows of each expert end is known on the device alone: a provider that reads it there
+    # waits for nothing, and can be captured in a CUDA graph.
+    on_device = [route for route in routes if hasattr(route.provider, "grouped")]
+    if x.shape[0] and on_device:
+        mean = -(-x.shape[0] // form.experts)
+        route = next((r for r in on_device if mean <= r.limit), on_device[-1])
+        provider: Any = route.provider
+        operands = [packed[i] for i in route.take]
+        sorted_out: torch.Tensor = provider.grouped(one, x, offsets, operands, route.config)
+        return sorted_out
     out = x.new_empty((x.shape[0], form.weight.n), dtype=form.out)
     start = last = 0
     for expert, end in enumerate(offsets.tolist()):
         end = max(0, min(end, x.shape[0]))
         if start < end:
-            out[start:end] = product(x[start:end], packed, expert)
+            route = _route(routes, end - start)
+            operands = [packed[i][expert] for i in route.take]
+            out[start:end] = route.run(one, x[start:end], operands)
         start, last = end, max(last, end)
     out[last:] = 0
     return out
 
 
 @functools.cache
-def _prepared(contract: str, plan: str) -> tuple[DequantMatmul, Product]:
+def _prepared(contract: str, plan: str) -> tuple[DequantMatmul, DequantMatmul, tuple[Route, ...]]:
+    """The contract, that of one expert, and the plan's routes."""
     form = parse(DequantMatmul, contract)
-    one, _ = single(form)
-    routes = Plan.parse(plan).routes(DEQUANT_MATMUL, form)
+    return form, single(form)[0], Plan.parse(plan).routes(DEQUANT_MATMUL, form)
 
-    def product(x: torch.Tensor, packed: Sequence[torch.Tensor], expert: int) -> torch.Tensor:
-        for route in routes:
-            if x.shape[0] <= route.limit:
-                return route.run(one, x, [packed[i][expert] for i in route.take])
-        raise RuntimeError(f"expert {expert}: plan {plan} has no provider for M = {x.shape[0]}")
 
-    return form, product
+def _route(routes: tuple[Route, ...], m: int) -> Route:
+    for route in routes:
+        if m <= route.limit:
+            return route
+    raise RuntimeError(f"the plan has no provider for M = {m}")
 
 
 @torch.library.register_fake("qinductor::dequant_bmm", lib=LIBRARY)

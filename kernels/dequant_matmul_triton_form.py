@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ class Form:
     head ... tail  the arithmetic: "q-z" or "", then one step each, such as "*s"
     inner          dtype of q - z, `zeros` that in which zeros are packed
     scale, zero, outer   whether there are such
+    entries        of the table of each expert
     group          columns that share a scale, a power of two; 0 where a whole row does
     """
 
@@ -62,6 +64,7 @@ class Form:
     scale: bool
     zero: bool
     outer: bool
+    entries: int
     group: int
     x: Any
     output_scale: bool
@@ -130,7 +133,7 @@ def device_form(contract: DequantMatmul) -> Form:
 
     named = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
     w = contract.weight
-    _, *steps = _steps(w)
+    _, step1, step2, tail = _steps(w)
     kind, factor, addend, value = "byte", 1.0, 0.0, contract.x
     if w.codes in FLOATS:
         bias, kind = FLOATS[w.codes]
@@ -142,10 +145,10 @@ def device_form(contract: DequantMatmul) -> Form:
         addend = 0.0 if whole_zero(w) else -float(offset(contract))
     w0, w1, w2 = (*widths(w), 0, 0)[:3]
     return Form(
-        w0, w1, w2, kind, factor, addend, named[value], "q-z" if centred(w) else "", *steps,
+        w0, w1, w2, kind, factor, addend, named[value], "q-z" if centred(w) else "", step1, step2, tail,
         named[zeros(contract) if centred(w) else w.compute], named[w.compute],
         named[zeros(contract)], w.scale is not None, w.zero is not None, w.outer is not None,
-        group(w), named[contract.x], contract.output_scale is not None, contract.bias,
+        1 << w.bits, group(w), named[contract.x], contract.output_scale is not None, contract.bias,
     )  # fmt: skip
 
 
@@ -238,6 +241,11 @@ class Packed:
                 tensors[name] = tensor.contiguous()
         return tensors
 
+    def _named(
+        self, contract: DequantMatmul, packed: Sequence[torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        return dict(zip(self.operands(contract), packed, strict=True))
+
     def _grid(self, form: WeightFormat, values: torch.Tensor, n: int, k: int) -> torch.Tensor:
         """A grid of blocks as `fragments.grid`, with a value for each row and group of columns."""
         values = by_row(form, values, form.n)
@@ -266,11 +274,11 @@ def _check_codes(contract: DequantMatmul, source: Operands) -> None:
         raise Refused(f"zeros must be within {exact - offset(contract)}; they reach {w.zero.max()}")
     least = int(w.codes.min()) - int(w.zero.max())
     most = int(w.codes.max()) - int(w.zero.min())
-    limits = form.inner if _floats(form.inner) else torch.iinfo(form.inner)
     if _floats(form.inner):
         bound = {torch.bfloat16: 256, torch.float16: 2048}.get(form.inner, 1 << 24)
-        fits = max(-least, most) <= min(bound, exact)
+        lowest, highest = -bound, bound
     else:
-        fits = limits.min <= least and most <= limits.max and max(-least, most) <= exact
+        lowest, highest = torch.iinfo(form.inner).min, torch.iinfo(form.inner).max
+    fits = max(lowest, -exact) <= least and most <= min(highest, exact)
     if not fits:
         raise Refused(f"q - z must be exact in {short(form.inner)}; it spans {least} to {most}")

@@ -324,7 +324,7 @@ def _columns(
             s = _grid(s_ptr, expert, row, k // F.group, groups, N64 * 64, R * 64, NG, F.compute)
         if F.zero:
             z = _grid(z_ptr, expert, row, k // F.group, groups, N64 * 64, R * 64, NG, F.zeros)
-    return _weight(q0, q1, q2, s, z, t, table_ptr, F, R, BK, ASM)
+    return _weight(q0, q1, q2, s, z, t, table_ptr + expert * F.entries, F, R, BK, ASM)
 
 
 @triton.jit
@@ -448,9 +448,9 @@ def dequantise(
     q0_ptr, q1_ptr, q2_ptr, s_ptr, z_ptr, t_ptr, table_ptr, out_ptr, N, K, N64, KP, first,
     F: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Rows of W from `first` on, dense: out[N, K]."""
+    """N rows of each expert's W from `first` on, dense: out[E, N, K]."""
     k, start = tl.program_id(0) * BK, tl.program_id(1) * BN
-    row, expert = first + start, tl.program_id(2) * 0
+    row, expert = first + start, tl.program_id(2)
     s, z, t = _rows(s_ptr, z_ptr, t_ptr, expert, row, N64, F, BN)
     w = _columns(
         q0_ptr, q1_ptr, q2_ptr, s_ptr, z_ptr, s, z, t, table_ptr, expert, row, k, N64, KP,
@@ -458,4 +458,5 @@ def dequantise(
     )  # fmt: skip
     n, columns = start + tl.arange(0, BN), k + tl.arange(0, BK)
     mask = (n[:, None] < N) & (columns[None, :] < K)
-    tl.store(out_ptr + n.to(tl.int64)[:, None] * K + columns[None, :], w, mask=mask)
+    place = (expert.to(tl.int64) * N + n)[:, None] * K + columns[None, :]
+    tl.store(out_ptr + place, w, mask=mask)
