@@ -182,16 +182,21 @@ def candidates(contract: DequantMatmul, m: int) -> list[Config]:
 
 
 def heuristic(contract: DequantMatmul, m: int) -> Config:
-    """A config for m rows: enough programs that all multiprocessors load codes."""
+    """A config for m rows, as an H200 preferred for int4 of three shapes."""
     w = contract.weight
-    bk = max(128, 256 // min(widths(w)))
+    bk = max(64 if m > 64 else 128, 256 // min(widths(w)))
     bm = next((b for b in (16, 32, 64) if m <= b), 128)
     bn = 128 if w.n >= 8192 or m > 64 else 64
     programs = -(-m // bm) * -(-w.n // bn)
     split = 1
-    while programs * split < 200 and split < 8 and w.k >= bk * split * 8:
+    # Parts of 8 steps or more; fewer where multiprocessors would have nothing to do.
+    while split < 8 and programs * split < (900 if bm <= 32 else 250):
+        steps = w.k // (bk * split * 2)
+        if steps < (8 if programs * split >= 132 else 2):
+            break
         split *= 2
-    return Config(bm, bn, bk, split, 8 if bm * bn > 64 * 128 else 4, 3)
+    large = bm * bn > 64 * 128
+    return Config(bm, bn, bk, split, 8 if large else 4, 4 if large else 3)
 
 
 def reordered(

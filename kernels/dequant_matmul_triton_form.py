@@ -145,7 +145,8 @@ def device_form(contract: DequantMatmul) -> Form:
         addend = 0.0 if whole_zero(w) else -float(offset(contract))
     w0, w1, w2 = (*widths(w), 0, 0)[:3]
     return Form(
-        w0, w1, w2, kind, factor, addend, named[value], "q-z" if centred(w) else "", step1, step2, tail,
+        w0, w1, w2, kind, factor, addend, named[value],
+        "q-z" if centred(w) else "", step1, step2, tail,
         named[zeros(contract) if centred(w) else w.compute], named[w.compute],
         named[zeros(contract)], w.scale is not None, w.zero is not None, w.outer is not None,
         1 << w.bits, group(w), named[contract.x], contract.output_scale is not None, contract.bias,
