@@ -21,10 +21,7 @@ FUNCTION_LINES = 60
 DEVICE_LINES = 150  # straight-line kernels read better whole
 
 # "path" or "path:qualified.name" -> why it may be longer
-EXEMPT: dict[str, str] = {
-    "core": "any weight format (locate, rows) and weights that differ or are freed (runtime, "
-    "retrace, store, freed); from 3,000 lines on a family's own probing has to move to the family",
-}
+EXEMPT: dict[str, str] = {}
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

@@ -22,7 +22,6 @@ from torch.fx import Graph, Node
 
 from qinductor.contracts import QuantizedWeight, short
 from qinductor.errors import Refused
-from qinductor.identify import Structure, identify
 from qinductor.kernels.dequant_matmul import DEQUANT_MATMUL, DequantMatmul, Operands
 from qinductor.pattern import Lowering, Planner
 from qinductor.patterns.products import (
@@ -35,7 +34,8 @@ from qinductor.patterns.products import (
     rows_of,
     sides,
 )
-from qinductor.prove import read
+from qinductor.patterns.weight_formats.identify import Structure, identify
+from qinductor.patterns.weight_formats.prove import read
 from qinductor.regions import (
     FLOAT8,
     FLOATS,

@@ -144,9 +144,11 @@ def _sources() -> str:
     """A digest of our own source, since a changed fake would make cached code stale."""
     digest = hashlib.sha256()
     root = pathlib.Path(__file__).parent
-    for folder in (root, root / "kernels", root / "patterns"):  # `**` does not follow links
-        for path in sorted(folder.glob("*.py")):
-            digest.update(path.read_bytes())
+    paths = [*root.glob("*.py")]
+    for folder in (root / "kernels", root / "patterns"):  # below root, `**` does not follow links
+        paths += folder.rglob("*.py")
+    for path in sorted(paths):
+        digest.update(path.read_bytes())
     return digest.hexdigest()
 
 

@@ -13,6 +13,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from qinductor.errors import Refused
 from qinductor.freed import is_freed
+from qinductor.op import Spec
 from qinductor.pattern import Lowering, where
 from qinductor.regions import Axes, Scope, behind, extract
 from qinductor.store import Slot
@@ -93,7 +94,7 @@ def _weight(
 def _made(
     graph: Graph,
     replaced: Node,
-    operands: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+    operands: Mapping[str, Spec],
     build: Callable[[Insert, list[Node]], Node],
 ) -> tuple[Node, list[torch.Tensor]]:
     """(what `build` makes from placeholders for the operands, to take a node's place; their fake

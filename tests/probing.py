@@ -8,9 +8,9 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from qinductor.contracts import QuantizedWeight, dequantize, short
-from qinductor.identify import Structure, identify
-from qinductor.probe import BUDGET
-from qinductor.prove import difference, read
+from qinductor.patterns.weight_formats.identify import Structure, identify
+from qinductor.patterns.weight_formats.probe import BUDGET
+from qinductor.patterns.weight_formats.prove import difference, read
 from qinductor.regions import Axes, Leaf, Region, Scope, behind, extract
 
 BF16, FP16, FP32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn

@@ -34,11 +34,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import qinductor.regions
 from qinductor.contracts import dequantize
-from qinductor.identify import ROW_COUNTS, identify
-from qinductor.probe import BUDGET
-from qinductor.prove import difference, read
+from qinductor.patterns.weight_formats.identify import ROW_COUNTS, identify
+from qinductor.patterns.weight_formats.probe import BUDGET
+from qinductor.patterns.weight_formats.prove import difference, read
+from qinductor.patterns.weight_formats.rows import Rows
 from qinductor.regions import Axes, Region
-from qinductor.rows import Rows
 
 
 def blocked(q: torch.Tensor, s: torch.Tensor) -> torch.Tensor:

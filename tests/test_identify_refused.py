@@ -23,7 +23,7 @@ from probing import (
 )
 
 from qinductor.errors import Refused
-from qinductor.probe import BUDGET
+from qinductor.patterns.weight_formats.probe import BUDGET
 
 CHANNEL, GROUPS = rand(64, 1), rand(64, 3)
 

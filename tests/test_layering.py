@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import qinductor
+from qinductor import backend
 from qinductor.op import OPS
 
 ROOT = Path(__file__).parents[1]
@@ -15,12 +16,13 @@ ROOT = Path(__file__).parents[1]
 TOOLS = ("bench.py", "demo.py", "formats.py", "testing.py", "tune.py")
 CORE = sorted(p for p in (ROOT / "qinductor").glob("*.py") if p.name not in TOOLS)
 KERNELS = sorted((ROOT / "kernels").glob("*.py"))
-PATTERNS = sorted((ROOT / "patterns").glob("*.py"))
+PATTERNS = sorted((ROOT / "patterns").rglob("*.py"))
+FORMATS = sorted((ROOT / "patterns" / "weight_formats").glob("*.py"))
 FAMILIES = ("qinductor.kernels", "qinductor.patterns", "kernels", "patterns")
 
 
 def names(path):
-    return path.name
+    return str(path.relative_to(ROOT))
 
 
 def imported(tree):
@@ -46,7 +48,8 @@ def wrong(path, packages, allowed_in=None):
 
 
 def test_there_is_something_to_look_at():
-    assert len(CORE) > 10 and len(KERNELS) > 1 and len(PATTERNS) > 1
+    assert len(CORE) > 10 and len(KERNELS) > 1
+    assert len(FORMATS) > 1 and set(FORMATS) < set(PATTERNS)
 
 
 @pytest.mark.parametrize("path", CORE, ids=names)
@@ -93,6 +96,20 @@ def test_patterns_take_operators_not_providers_from_kernels(path):
     }
     assert files <= set(OPS), "a file of a provider is imported"
     assert wrong(path, ("kernels", "patterns")) == []
+
+
+@pytest.mark.parametrize("path", FORMATS, ids=names)
+def test_weight_formats_know_no_operator_and_no_pattern(path):
+    below = ("contracts", "errors", "regions", "patterns.weight_formats")
+    allowed = [f"qinductor.{name}" for name in below]
+    assert [name for name in wrong(path, ("qinductor",)) if not within(name, allowed)] == []
+
+
+def test_compiled_code_is_keyed_by_every_source(monkeypatch):
+    read = []
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read.append(path.resolve()) or b"")
+    backend._sources.__wrapped__()
+    assert set(read) >= {*CORE, *KERNELS, *PATTERNS}
 
 
 RUN = """

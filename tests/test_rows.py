@@ -7,10 +7,10 @@ import torch
 from probing import BYTES, held, ints, region
 from torch.nn.functional import embedding, pad
 
-import qinductor.rows
-from qinductor.prove import difference
+from qinductor.patterns.weight_formats import rows as row_rules
+from qinductor.patterns.weight_formats.prove import difference
+from qinductor.patterns.weight_formats.rows import Prefix, Rows, Untracked
 from qinductor.regions import Axes
-from qinductor.rows import Prefix, Rows, Untracked
 
 aten = torch.ops.aten
 
@@ -172,7 +172,7 @@ ROW_CASES: dict[str, tuple[Callable[..., torch.Tensor], list[torch.Tensor], set[
 @pytest.fixture
 def untracked(monkeypatch):
     """Why nodes took all of their inputs, since it was cleared."""
-    reasons, rule = [], qinductor.rows._rule
+    reasons, rule = [], row_rules._rule
 
     def recorded(node, want):
         try:
@@ -181,7 +181,7 @@ def untracked(monkeypatch):
             reasons.append(str(reason))
             raise
 
-    monkeypatch.setattr(qinductor.rows, "_rule", recorded)
+    monkeypatch.setattr(row_rules, "_rule", recorded)
     return reasons
 
 
@@ -206,7 +206,7 @@ def test_the_cases_reach_every_row_rule():
     for f, inputs, _ in ROW_CASES.values():
         for decomposed in (True, False):
             reached |= {n.target for n in region(f, inputs, Axes(0), decomposed).nodes}
-    missing = set(map(str, qinductor.rows._HANDLERS)) - set(map(str, reached))
+    missing = set(map(str, row_rules._HANDLERS)) - set(map(str, reached))
     assert not missing
 
 

@@ -14,9 +14,9 @@ import torch
 from torch.fx import Node
 
 from qinductor.errors import Refused
-from qinductor.probe import Prober, Reduced
+from qinductor.patterns.weight_formats.probe import Prober, Reduced
+from qinductor.patterns.weight_formats.rows import Demand
 from qinductor.regions import FLOAT8, FLOATS, INTEGER, Region, describe
-from qinductor.rows import Demand
 
 
 class MoreRows(Exception):

@@ -8,8 +8,8 @@ import torch
 from torch.fx import Node
 
 from qinductor.errors import Refused
+from qinductor.patterns.weight_formats.rows import Prefix, Rows
 from qinductor.regions import CASTS, INTEGER, MOVES, UNSIGNED, Region, aten, evaluate
-from qinductor.rows import Prefix, Rows
 
 BUDGET = 40  # evaluations of one region, the two whole ones of `read` included
 # What reads entries of its first argument at the places that another argument names.

@@ -16,8 +16,15 @@ import torch
 from torch.fx import Node
 
 from qinductor.errors import Refused
-from qinductor.locate import MoreRows, Parameter, carriers_of, factor, is_broadcast, located
-from qinductor.probe import SAMPLE, Prober, Reduced, descendants, told_apart
+from qinductor.patterns.weight_formats.locate import (
+    MoreRows,
+    Parameter,
+    carriers_of,
+    factor,
+    is_broadcast,
+    located,
+)
+from qinductor.patterns.weight_formats.probe import SAMPLE, Prober, Reduced, descendants, told_apart
 from qinductor.regions import (
     CASTS,
     CODED,

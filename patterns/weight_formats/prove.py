@@ -19,9 +19,9 @@ from qinductor.contracts import (
     looked_up,
 )
 from qinductor.errors import Refused
-from qinductor.identify import Structure
-from qinductor.locate import Parameter
-from qinductor.probe import Reduced
+from qinductor.patterns.weight_formats.identify import Structure
+from qinductor.patterns.weight_formats.locate import Parameter
+from qinductor.patterns.weight_formats.probe import Reduced
 from qinductor.regions import Region, evaluate
 
 STRIP = 64  # rows on which candidates are compared before the winner is proved on the whole

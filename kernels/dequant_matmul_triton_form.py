@@ -1,0 +1,276 @@
+"""What the Triton family of dequant_matmul takes, how it packs that, and a kernel's constants."""
+
+import dataclasses
+import functools
+import re
+from typing import Any
+
+import torch
+from torch.nn.functional import pad
+
+from qinductor.contracts import (
+    FLOAT_CODES,
+    WeightFormat,
+    by_row,
+    code_range,
+    short,
+)
+from qinductor.errors import Refused
+from qinductor.kernels import fragments, packing
+from qinductor.kernels.dequant_matmul import DequantMatmul, Operands
+from qinductor.op import Spec
+
+NARROW = (torch.bfloat16, torch.float16)
+COMPUTED = (*NARROW, torch.float32)
+# exponent bias of a float code, and which floats' bits it has
+FLOATS = {
+    "float4_e2m1fn": (1, "e2m1"),
+    "float8_e4m3fn": (7, "e4m3"),
+    "float8_e4m3fnuz": (8, "e4m3"),
+    "float8_e5m2": (15, "e5m2"),
+    "float8_e5m2fnuz": (16, "e5m2"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """What is constant in a kernel for a weight format; dtypes are Triton's.
+
+    w0, w1, w2     widths of the fields of a code, 0 for none
+    kind           how a code becomes a number, and `factor`, `addend`: `_value` in the device code
+    number         dtype of that number, exact in it
+    head ... tail  the arithmetic: "q-z" or "", then one step each, such as "*s"
+    inner          dtype of q - z, `zeros` that in which zeros are packed
+    scale, zero, outer   whether there are such
+    group          columns that share a scale, a power of two; 0 where a whole row does
+    """
+
+    w0: int
+    w1: int
+    w2: int
+    kind: str
+    factor: float
+    addend: float
+    number: Any
+    head: str
+    step1: str
+    step2: str
+    tail: str
+    inner: Any
+    compute: Any
+    zeros: Any
+    scale: bool
+    zero: bool
+    outer: bool
+    group: int
+    x: Any
+    output_scale: bool
+    bias: bool
+
+
+@functools.cache
+def widths(form: WeightFormat) -> tuple[int, ...]:
+    """Widths of the fields that a code is packed in, from its highest bits down."""
+    return (8,) if form.bits == 8 else tuple(width for width, _, _ in packing.fields(form.bits))
+
+
+@functools.cache
+def group(form: WeightFormat) -> int:
+    """Columns that share a packed scale: the largest power of two in bk; 0 where a row shares."""
+    return 0 if form.grid[1] == 1 else form.bk & -form.bk
+
+
+def magic(contract: DequantMatmul) -> int:
+    """What a code is added to while it becomes a float; 0 where its bits do not fit beside that."""
+    form = contract.weight
+    if code_range(form.codes) is None:
+        return 0
+    return 1024 if contract.x is torch.float16 else 128 if form.bits < 8 else 0
+
+
+def offset(contract: DequantMatmul) -> int:
+    """What the kernel's number of an integer code is too large by, before any addend."""
+    low, _ = code_range(contract.weight.codes) or (0, 0)
+    return magic(contract) - low
+
+
+def _steps(form: WeightFormat) -> tuple[str, ...]:
+    """The arithmetic as (head, first scale, second scale, tail), "" for what it has not."""
+    match = re.fullmatch(r"(\(q-z\)|q-z$|q)([*/][st])?([*/][st])?(\+z|-z\*s)?", form.arithmetic)
+    assert match is not None  # the format checked it
+    return tuple(part or "" for part in match.groups())
+
+
+def centred(form: WeightFormat) -> bool:
+    """Whether the arithmetic begins with q - z."""
+    return _steps(form)[0] != "q"
+
+
+def whole_zero(form: WeightFormat) -> bool:
+    """Whether q - z is a difference of integers, exact where the kernel computes it."""
+    return code_range(form.codes) is not None and centred(form) and not _floats(form.zero)
+
+
+def _floats(dtype: torch.dtype | None) -> bool:
+    return dtype is not None and dtype.is_floating_point
+
+
+def zeros(contract: DequantMatmul) -> torch.dtype:
+    """dtype in which zeros are packed."""
+    form = contract.weight
+    if whole_zero(form):
+        return contract.x
+    return form.inner if centred(form) else form.compute
+
+
+@functools.cache
+def device_form(contract: DequantMatmul) -> Form:
+    """The constants of the kernels for this contract."""
+    import triton.language as tl
+
+    named = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+    w = contract.weight
+    _, *steps = _steps(w)
+    kind, factor, addend, value = "byte", 1.0, 0.0, contract.x
+    if w.codes in FLOATS:
+        bias, kind = FLOATS[w.codes]
+        factor = 2.0 ** ((127 if contract.x is torch.bfloat16 else 15) - bias)
+    elif w.table is not None:
+        kind, value = "table", w.table
+    else:
+        kind = "magic" if magic(contract) else "byte"
+        addend = 0.0 if whole_zero(w) else -float(offset(contract))
+    w0, w1, w2 = (*widths(w), 0, 0)[:3]
+    return Form(
+        w0, w1, w2, kind, factor, addend, named[value], "q-z" if centred(w) else "", *steps,
+        named[zeros(contract) if centred(w) else w.compute], named[w.compute],
+        named[zeros(contract)], w.scale is not None, w.zero is not None, w.outer is not None,
+        group(w), named[contract.x], contract.output_scale is not None, contract.bias,
+    )  # fmt: skip
+
+
+class Packed:
+    """What both providers share: the contracts that they take, and W's codes in fragments."""
+
+    dense = False
+    reference = False
+
+    def runs_on(self, target: str) -> bool:
+        return target.startswith("sm_") and int(target[3:]) >= 80  # tensor cores with bf16
+
+    def why_not(self, contract: DequantMatmul) -> str | None:
+        w = contract.weight
+        if contract.x not in NARROW:
+            return f"x is {short(contract.x)}; it takes bf16 and fp16 (tensor cores would round it)"
+        if {contract.out, w.dtype} != {contract.x}:
+            return (
+                f"x is {short(contract.x)}, W {short(w.dtype)}, the result "
+                f"{short(contract.out)}; it takes one dtype"
+            )
+        if not w.n * w.k:
+            return f"W is {w.n}x{w.k}; it takes no empty one"
+        if w.compute not in COMPUTED or _floats(w.inner) and w.inner not in COMPUTED:
+            return f"W is computed in {short(w.inner)} and {short(w.compute)}; it takes up to fp32"
+        if w.table is not None and w.table not in COMPUTED:
+            return f"the table is {short(w.table)}; it takes bf16, fp16 and fp32"
+        if _floats(w.zero) and not _floats(w.inner):
+            return f"a zero {short(w.zero)} is rounded to {short(w.inner)}; it takes integer zeros"
+        if w.codes in FLOAT_CODES and not _floats(w.inner):
+            return f"float codes less a zero in {short(w.inner)}; it takes integer codes"
+        if 0 < group(w) < 16:
+            return f"{w.bk} columns share a scale; it takes multiples of 16, or whole rows"
+        return None
+
+    def operands(self, contract: DequantMatmul) -> dict[str, Spec]:
+        w = contract.weight
+        n, k = fragments.padded(w.n, w.k, widths(w))
+        groups = k // group(w) if group(w) else 1
+        found: dict[str, Spec] = {
+            f"fragments{width}": (fragments.words_shape(n, k, width), torch.int16)
+            for width in widths(w)
+        }
+        if w.scale is not None:
+            found["fragments_scale"] = fragments.grid_spec(n, groups, w.compute)
+        if w.zero is not None:
+            found["fragments_zero"] = fragments.grid_spec(n, groups, zeros(contract))
+        if w.outer is not None:
+            found["fragments_outer"] = (n,), w.compute
+        for name, shape, dtype in (
+            ("table", (1 << w.bits,), w.table),
+            ("order", (w.k,), torch.int64 if w.permuted else None),
+            ("output_scale", (w.n,), contract.output_scale),
+            ("bias", (w.n,), contract.x if contract.bias else None),
+        ):
+            if dtype is not None:
+                found[name] = shape, dtype
+        return found
+
+    def pack(self, contract: DequantMatmul, source: Operands) -> dict[str, torch.Tensor]:
+        w, form = source.weight, contract.weight
+        n, k = fragments.padded(form.n, form.k, widths(form))
+        _check_codes(contract, source)
+        codes = w.codes if w.order is None else w.codes[:, w.order]
+        low, _ = code_range(form.codes) or (0, 0)
+        codes = codes.view(torch.uint8) if form.codes in FLOAT_CODES else codes
+        codes = (codes - low).to(torch.uint8) if low else codes.to(torch.uint8)
+        codes = pad(codes, (0, k - form.k, 0, n - form.n), value=_harmless(w.table))
+        place, tensors = form.bits, {}
+        for width in widths(form):
+            place -= width
+            field = codes >> place & (1 << width) - 1
+            tensors[f"fragments{width}"] = fragments.words(field, width)
+        if w.scale is not None:
+            tensors["fragments_scale"] = self._grid(form, w.scale.to(form.compute), n, k)
+        if w.zero is not None:
+            zero = w.zero
+            if whole_zero(form):
+                zero = zero.to(torch.int32) + offset(contract)
+            tensors["fragments_zero"] = self._grid(form, zero.to(zeros(contract)), n, k)
+        if w.outer is not None:
+            tensors["fragments_outer"] = pad(w.outer.to(form.compute), (0, n - form.n), value=1.0)
+        for name, tensor in (
+            ("table", w.table),
+            ("order", w.order),
+            ("output_scale", source.output_scale),
+            ("bias", source.bias),
+        ):
+            if tensor is not None:
+                tensors[name] = tensor.contiguous()
+        return tensors
+
+    def _grid(self, form: WeightFormat, values: torch.Tensor, n: int, k: int) -> torch.Tensor:
+        """A grid of blocks as `fragments.grid`, with a value for each row and group of columns."""
+        values = by_row(form, values, form.n)
+        if group(form):
+            starts = torch.arange(0, k, group(form), device=values.device)
+            values = values[:, (starts // form.bk).clamp(max=values.shape[1] - 1)]
+        rows = torch.arange(n, device=values.device).clamp(max=form.n - 1)
+        return fragments.grid(values[rows])
+
+
+def _harmless(table: torch.Tensor | None) -> int:
+    """A code that is a finite number: columns past K are multiplied by 0."""
+    return 0 if table is None else int(table.float().abs().nan_to_num(torch.inf).argmin())
+
+
+def _check_codes(contract: DequantMatmul, source: Operands) -> None:
+    """Refused for values that the kernels do not compute as the reference does."""
+    w, form = source.weight, contract.weight
+    if form.codes in FLOAT_CODES and not bool(w.codes.float().isfinite().all()):
+        raise Refused("a code is no finite number, which the kernel would take for one")
+    if not whole_zero(form) or w.zero is None or not w.zero.numel():
+        return
+    exact = 256 if contract.x is torch.bfloat16 else 2048
+    low, high = (int(v) + offset(contract) for v in (w.zero.min(), w.zero.max()))
+    if low < -exact or high > exact:
+        raise Refused(f"zeros must be within {exact - offset(contract)}; they reach {w.zero.max()}")
+    least = int(w.codes.min()) - int(w.zero.max())
+    most = int(w.codes.max()) - int(w.zero.min())
+    limits = form.inner if _floats(form.inner) else torch.iinfo(form.inner)
+    if _floats(form.inner):
+        bound = {torch.bfloat16: 256, torch.float16: 2048}.get(form.inner, 1 << 24)
+        fits = max(-least, most) <= min(bound, exact)
+    else:
+        fits = limits.min <= least and most <= limits.max and max(-least, most) <= exact
+    if not fits:
+        raise Refused(f"q - z must be exact in {short(form.inner)}; it spans {least} to {most}")

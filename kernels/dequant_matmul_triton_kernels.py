@@ -1,0 +1,461 @@
+"""Device code of the Triton family of dequant_matmul: W from codes to tensor cores in registers.
+
+A program holds W as the left operand of its product, [BN rows of W, BK columns], and x as the
+right one. The 16 bytes of codes that a thread loads (`fragments` has the order) are the elements
+that its tensor core instruction takes from it: nothing moves between threads after the load.
+
+Where ASM is set two elements go through one 32-bit register: LOP3 takes the codes out, an exponent
+put over them makes floats, HFMA2 takes it off again and multiplies. Else (interpreter) plain Triton
+computes the same values. Every operation rounds as the graph's own did.
+
+F is a `Form`: what is constant for a weight format. BM rows of x, BN of W and BK columns make the
+tile of a program.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.constexpr_function
+def _pieces(width, over):
+    """PTX: all fields of this width of two int16, each field as two int16, under the bits `over`.
+
+    One LOP3 takes a field out and puts an exponent over it; ptxas would not make one of two.
+    """
+    count, mask = 16 // width, ((1 << width) - 1) * 0x10001
+    lines = [
+        f"shr.u32 x, ${count}, {width * j}; lop3.b32 ${j}, x, {mask}, {over * 0x10001}, 0xEA;"
+        for j in range(count)
+    ]
+    return "{ .reg .b32 x; " + " ".join(lines) + " }"
+
+
+@triton.constexpr_function
+def _outputs(count):
+    return "=r," * count + "r"
+
+
+@triton.constexpr_function
+def _over(form):
+    """Bits that codes have over them as they are taken out: of 128 in bf16, of 1024 in fp16."""
+    whole = form.kind == "magic" and not form.w1
+    return (0x4300 if form.number == tl.bfloat16 else 0x6400) if whole else 0
+
+
+@triton.jit
+def _joined4(a, b, c, d):
+    """[..., upper bit, lower bit] of the place in a word."""
+    return tl.join(tl.join(a, c), tl.join(b, d))
+
+
+@triton.jit
+def _joined8(a, b, c, d, e, f, g, h):
+    return tl.join(_joined4(a, c, e, g), _joined4(b, d, f, h))
+
+
+@triton.jit
+def _field(
+    q, WIDTH: tl.constexpr, OVER: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """int16[64 R, C * 256 / WIDTH] of fields under the bits OVER, from int16[R, C * 1024] as
+    `fragments` packs it."""
+    # rows / 64, tiles of columns, warp, row g, pair of columns t, four words i, which of the pair
+    q = q.reshape(R, C, 4, 8, 4, 4, 2)
+    if WIDTH == 8:
+        if ASM:
+            a, b = tl.inline_asm_elementwise(
+                _pieces(8, OVER), _outputs(2), [q], (tl.int16,) * 2, True, 2
+            )
+        else:
+            a, b = q & 255, (q >> 8) & 255
+        w = tl.join(a.reshape(R, C, 4, 8, 4, 2, 2, 2), b.reshape(R, C, 4, 8, 4, 2, 2, 2))
+        w = w.permute(0, 2, 8, 3, 1, 5, 6, 4, 7)
+    elif WIDTH == 4:
+        if ASM:
+            a, b, c, d = tl.inline_asm_elementwise(
+                _pieces(4, OVER), _outputs(4), [q], (tl.int16,) * 4, True, 2
+            )
+        else:
+            a, b, c, d = q & 15, (q >> 4) & 15, (q >> 8) & 15, (q >> 12) & 15
+        w = _joined4(a, b, c, d).permute(0, 2, 8, 3, 1, 5, 7, 4, 6)
+    elif WIDTH == 2:
+        if ASM:
+            a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
+                _pieces(2, OVER), _outputs(8), [q], (tl.int16,) * 8, True, 2
+            )
+        else:
+            a, b, c, d = q & 3, (q >> 2) & 3, (q >> 4) & 3, (q >> 6) & 3
+            e, f, g, h = (q >> 8) & 3, (q >> 10) & 3, (q >> 12) & 3, (q >> 14) & 3
+        w = _joined8(a, b, c, d, e, f, g, h).permute(0, 2, 9, 3, 1, 7, 5, 8, 4, 6)
+    else:
+        if ASM:
+            a, b, c, d, e, f, g, h, i, j, k, u, m, n, o, p = tl.inline_asm_elementwise(
+                _pieces(1, OVER), _outputs(16), [q], (tl.int16,) * 16, True, 2
+            )
+        else:
+            a, b, c, d = q & 1, (q >> 1) & 1, (q >> 2) & 1, (q >> 3) & 1
+            e, f, g, h = (q >> 4) & 1, (q >> 5) & 1, (q >> 6) & 1, (q >> 7) & 1
+            i, j, k, u = (q >> 8) & 1, (q >> 9) & 1, (q >> 10) & 1, (q >> 11) & 1
+            m, n, o, p = (q >> 12) & 1, (q >> 13) & 1, (q >> 14) & 1, (q >> 15) & 1
+        w = tl.join(_joined8(a, c, e, g, i, k, m, o), _joined8(b, d, f, h, j, u, n, p))
+        w = w.permute(0, 2, 10, 3, 1, 7, 8, 5, 9, 4, 6)
+    return w.reshape(R * 64, C * 256 // WIDTH)
+
+
+_BYTE_BF16 = tl.constexpr("""{ .reg .f32 a, b; .reg .b32 x, y;
+prmt.b32 x, $1, 0x4B000000, 0x7540; prmt.b32 y, $1, 0x4B000000, 0x7542;
+mov.b32 a, x; mov.b32 b, y; add.rn.f32 a, a, 0fCB000000; add.rn.f32 b, b, 0fCB000000;
+mov.b32 x, a; mov.b32 y, b; prmt.b32 $0, x, y, 0x7632; }""")  # through fp32: 2^23 + code
+_OR_BF16 = tl.constexpr("or.b32 $0, $1, 0x43004300;")  # 128 + code
+_OR_FP16 = tl.constexpr("or.b32 $0, $1, 0x64006400;")  # 1024 + code
+
+
+@triton.constexpr_function
+def _float_bits(bits, shift):
+    """PTX: sign and magnitude of a float of so many bits, moved to where a wider float has them."""
+    magnitude, sign = ((1 << bits - 1) - 1) * 0x10001, (1 << bits - 1) * 0x10001
+    return (
+        f"{{ .reg .b32 x, y; and.b32 x, $1, {magnitude}; shl.b32 x, x, {shift}; "
+        f"and.b32 y, $1, {sign}; shl.b32 y, y, {16 - bits}; or.b32 $0, x, y; }}"
+    )
+
+
+_MUL_BF16 = tl.constexpr("""{ .reg .b32 zero;
+mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0, $1, $2, zero; }""")
+_ADD_BF16 = tl.constexpr("""{ .reg .b32 one;
+mov.b32 one, 0x3F803F80; fma.rn.bf16x2 $0, $1, one, $2; }""")
+_SUB_BF16 = tl.constexpr("""{ .reg .b32 minus;
+mov.b32 minus, 0xBF80BF80; fma.rn.bf16x2 $0, $2, minus, $1; }""")
+_MUL_FP16 = tl.constexpr("mul.rn.f16x2 $0, $1, $2;")
+_ADD_FP16 = tl.constexpr("add.rn.f16x2 $0, $1, $2;")
+_SUB_FP16 = tl.constexpr("sub.rn.f16x2 $0, $1, $2;")
+
+
+@triton.constexpr_function
+def _groups(form, columns):
+    """Groups of columns with a scale each in so many columns."""
+    return columns // form.group if 0 < form.group < columns else 1
+
+
+@triton.jit
+def _asm1(a, TEXT: tl.constexpr, T: tl.constexpr):
+    return tl.inline_asm_elementwise(TEXT, "=r,r", [a], T.value, True, 2)
+
+
+@triton.jit
+def _asm2(a, b, TEXT: tl.constexpr, T: tl.constexpr):
+    return tl.inline_asm_elementwise(TEXT, "=r,r,r", [a, b], T.value, True, 2)
+
+
+@triton.jit
+def _op(a, b, OP: tl.constexpr, T: tl.constexpr, ASM: tl.constexpr):
+    """a OP b, of * / + -, computed and rounded in T."""
+    a, b = tl.broadcast(a.to(T), b.to(T))
+    if T == tl.float32 or OP == "/" or not ASM:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+        if OP == "*":
+            out = a * b
+        elif OP == "/":
+            out = tl.div_rn(a, b)
+        elif OP == "+":
+            out = a + b
+        else:
+            out = a - b
+        out = out.to(T)
+    elif OP == "*":
+        out = _asm2(a, b, _MUL_BF16 if T == tl.bfloat16 else _MUL_FP16, T)
+    elif OP == "+":
+        out = _asm2(a, b, _ADD_BF16 if T == tl.bfloat16 else _ADD_FP16, T)
+    else:
+        out = _asm2(a, b, _SUB_BF16 if T == tl.bfloat16 else _SUB_FP16, T)
+    return out
+
+
+@triton.jit
+def _float(code, MAN: tl.constexpr, BITS: tl.constexpr, T: tl.constexpr, ASM: tl.constexpr):
+    """A float code's bits as those of T: the value, but for a power of two."""
+    SHIFT: tl.constexpr = (7 if T == tl.bfloat16 else 10) - MAN
+    if ASM:
+        out = _asm1(code, _float_bits(BITS, SHIFT), T)
+    else:
+        magnitude = (code & ((1 << (BITS - 1)) - 1)) << SHIFT
+        sign = (code & (1 << (BITS - 1))) << (16 - BITS)
+        out = (magnitude | sign).to(tl.int16).to(T, bitcast=True)
+    return out
+
+
+@triton.jit
+def _value(code, table_ptr, F: tl.constexpr, ASM: tl.constexpr):
+    """What codes (int16) stand for, exactly, in F.number: an entry of a table, or F.factor * v +
+    F.addend with v the code or float code, or for "magic" 128 + code in bf16, 1024 + code in fp16.
+    """
+    T: tl.constexpr = F.number
+    if F.kind == "table":
+        if not ASM:
+            out = tl.load(table_ptr + code.to(tl.int32))
+        elif T == tl.float32:  # no tl.load: it would be staged through shared memory
+            out = tl.inline_asm_elementwise(
+                "ld.global.nc.b32 $0, [$1];",
+                "=r,l",
+                [table_ptr + code.to(tl.int32)],
+                T.value,
+                True,
+                1,
+            )
+        else:
+            out = tl.inline_asm_elementwise(
+                "ld.global.nc.b16 $0, [$1];",
+                "=h,l",
+                [table_ptr + code.to(tl.int32)],
+                T.value,
+                True,
+                1,
+            )
+    else:
+        if F.kind == "magic":
+            if not ASM:
+                out = (code | (0x4300 if T == tl.bfloat16 else 0x6400)).to(T, bitcast=True)
+            elif _over(F) != 0:
+                out = code.to(T, bitcast=True)
+            else:
+                out = _asm1(code, _OR_BF16 if T == tl.bfloat16 else _OR_FP16, T)
+        elif F.kind == "byte":
+            out = _asm1(code, _BYTE_BF16, T) if ASM else code.to(tl.float32).to(T)
+        elif F.kind == "e2m1":
+            out = _float(code, 1, 4, T, ASM)
+        elif F.kind == "e4m3":
+            out = _float(code, 3, 8, T, ASM)
+        else:
+            out = _float(code, 2, 8, T, ASM)
+        if F.factor != 1:
+            out = _op(out, tl.full((1, 1), F.factor, T), "*", T, ASM)
+        if F.addend != 0:
+            out = _op(out, tl.full((1, 1), F.addend, T), "+", T, ASM)
+    return out
+
+
+@triton.jit
+def _scaled(v, s, z, t, STEP: tl.constexpr, T: tl.constexpr, ASM: tl.constexpr):
+    """One step of the arithmetic: "*s", "/t", "+z" and so on; "" is none."""
+    if STEP == "*s":
+        v = _op(v, s, "*", T, ASM)
+    elif STEP == "/s":
+        v = _op(v, s, "/", T, ASM)
+    elif STEP == "*t":
+        v = _op(v, t, "*", T, ASM)
+    elif STEP == "/t":
+        v = _op(v, t, "/", T, ASM)
+    elif STEP == "+z":
+        v = _op(v, z, "+", T, ASM)
+    elif STEP == "-z*s":
+        v = _op(v, _op(z, s, "*", T, ASM), "-", T, ASM)
+    return v
+
+
+@triton.jit
+def _weight(
+    q0, q1, q2, s, z, t, table_ptr, F: tl.constexpr, R: tl.constexpr, BK: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """W[64 R, BK] in F.x: from words of each field, scales and zeros [64 R, groups], row scales."""
+    code = _field(q0, F.w0, _over(F), R, BK * F.w0 // 256, ASM)
+    if F.w1 > 0:
+        code = (code << F.w1) | _field(q1, F.w1, 0, R, BK * F.w1 // 256, ASM)
+    if F.w2 > 0:
+        code = (code << F.w2) | _field(q2, F.w2, 0, R, BK * F.w2 // 256, ASM)
+    NG: tl.constexpr = _groups(F, BK)
+    v = _value(code, table_ptr, F, ASM).reshape(R * 64, NG, BK // NG)
+    s, z, t = s[:, :, None], z[:, :, None], t[:, None, None]
+    if F.head == "q-z":
+        v = _op(v, z, "-", F.inner, ASM)
+    # Bound first: Triton 3.6 does not take a text of F as an argument.
+    STEP1: tl.constexpr = F.step1
+    STEP2: tl.constexpr = F.step2
+    TAIL: tl.constexpr = F.tail
+    v = v.to(F.compute)
+    v = _scaled(v, s, z, t, STEP1, F.compute, ASM)
+    v = _scaled(v, s, z, t, STEP2, F.compute, ASM)
+    v = _scaled(v, s, z, t, TAIL, F.compute, ASM)
+    return v.to(F.x).reshape(R * 64, BK)
+
+
+@triton.jit
+def _words(ptr, expert, row, k, WIDTH: tl.constexpr, N64, KP, R: tl.constexpr, BK: tl.constexpr):
+    """The words of a field of W[row : row + 64 R, k : k + BK], int16[R, 4 * WIDTH * BK]."""
+    block = KP * (4 * WIDTH)  # words of 64 rows
+    start = (expert.to(tl.int64) * N64 + row // 64) * block + k * (4 * WIDTH)
+    place = (tl.arange(0, R) * block)[:, None] + tl.arange(0, 4 * WIDTH * BK)[None, :]
+    return tl.load(ptr + start + place)
+
+
+@triton.jit
+def _grid(ptr, expert, row, group, groups, NP, BN: tl.constexpr, NG: tl.constexpr, T: tl.constexpr):
+    """[BN, NG] of the scales or zeros that `fragments.grid` packed, in T."""
+    first = expert.to(tl.int64) * groups + group
+    if T == tl.float32:
+        place = tl.arange(0, NG)[:, None] * NP + tl.arange(0, BN)[None, :]
+        out = tl.load(ptr + first * NP + row + place).trans(1, 0)
+    else:  # pairs of rows 8 apart: 4 bytes can be copied without waiting, 2 cannot
+        place = tl.arange(0, NG)[:, None] * (NP // 2) + tl.arange(0, BN // 2)[None, :]
+        pair = tl.load(ptr + first * (NP // 2) + row // 2 + place)
+        both = tl.join(pair.to(tl.int16), (pair >> 16).to(tl.int16)).reshape(NG, BN // 16, 8, 2)
+        out = both.permute(1, 3, 2, 0).reshape(BN, NG).to(T, bitcast=True)
+    return out
+
+
+@triton.jit
+def _columns(
+    q0_ptr, q1_ptr, q2_ptr, s_ptr, z_ptr, s, z, t, table_ptr, expert, row, k, N64, KP,
+    F: tl.constexpr, R: tl.constexpr, BK: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """W[row : row + 64 R, k : k + BK]; s and z are what a whole row shares, if it does."""
+    q0 = _words(q0_ptr, expert, row, k, F.w0, N64, KP, R, BK)
+    q1, q2 = q0, q0
+    if F.w1 > 0:
+        q1 = _words(q1_ptr, expert, row, k, F.w1, N64, KP, R, BK)
+    if F.w2 > 0:
+        q2 = _words(q2_ptr, expert, row, k, F.w2, N64, KP, R, BK)
+    if F.group > 0:
+        NG: tl.constexpr = _groups(F, BK)
+        groups = KP // F.group
+        if F.scale:
+            s = _grid(s_ptr, expert, row, k // F.group, groups, N64 * 64, R * 64, NG, F.compute)
+        if F.zero:
+            z = _grid(z_ptr, expert, row, k // F.group, groups, N64 * 64, R * 64, NG, F.zeros)
+    return _weight(q0, q1, q2, s, z, t, table_ptr, F, R, BK, ASM)
+
+
+@triton.jit
+def _rows(s_ptr, z_ptr, t_ptr, expert, row, N64, F: tl.constexpr, BN: tl.constexpr):
+    """(s, z [BN, 1], t [BN]) of whole rows; zeros where there are none."""
+    s = tl.zeros((BN, 1), F.compute)
+    z = tl.zeros((BN, 1), F.compute)
+    t = tl.zeros((BN,), F.compute)
+    if F.scale and F.group == 0:
+        s = _grid(s_ptr, expert, row, 0, 1, N64 * 64, BN, 1, F.compute)
+    if F.zero and F.group == 0:
+        z = _grid(z_ptr, expert, row, 0, 1, N64 * 64, BN, 1, F.zeros)
+    if F.outer:
+        t = tl.load(t_ptr + expert.to(tl.int64) * N64 * 64 + row + tl.arange(0, BN))
+    return s, z, t
+
+
+@triton.jit
+def _finished(acc, scale_ptr, bias_ptr, at, mask, F: tl.constexpr):
+    """What the product makes of fp32 sums: the output scale and bias of output features `at`."""
+    if F.output_scale:
+        acc = acc.to(F.x).to(tl.float32) * tl.load(scale_ptr + at, mask, 0.0).to(tl.float32)
+        acc = acc.to(F.x).to(tl.float32)
+    if F.bias:
+        acc += tl.load(bias_ptr + at, mask, 0.0).to(tl.float32)
+    return acc.to(F.x)
+
+
+@triton.jit
+def _expert(offsets_ptr, tile, T, E: tl.constexpr, EP: tl.constexpr, BM: tl.constexpr):
+    """(expert, its first row in this tile, where its rows end) of a tile of sorted rows; past the
+    last tile the expert is E."""
+    i = tl.arange(0, EP)
+    end = tl.load(offsets_ptr + i, mask=i < E, other=0)
+    start = tl.load(offsets_ptr + i - 1, mask=(i > 0) & (i < E), other=0)
+    start, end = tl.clamp(start, 0, T), tl.clamp(end, 0, T)
+    tiles = tl.where((i < E) & (end > start), (end - start + BM - 1) // BM, 0)
+    upto = tl.cumsum(tiles, 0)
+    expert = tl.sum((upto <= tile).to(tl.int32), 0)
+    here = i == expert
+    first = tl.sum(tl.where(here, start + (tile - upto + tiles) * BM, 0), 0)
+    return tl.where(tile < tl.max(upto, 0), expert, E), first, tl.sum(tl.where(here, end, 0), 0)
+
+
+@triton.jit(do_not_specialize=["M", "split"])
+def product(
+    x_ptr, x_stride, q0_ptr, q1_ptr, q2_ptr, s_ptr, z_ptr, t_ptr, table_ptr, scale_ptr, bias_ptr,
+    offsets_ptr, out_ptr, M, N, K, N64, KP, split, F: tl.constexpr, E: tl.constexpr,
+    EP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr,
+    STAGES: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """out[M, N] = x . W^T, of E experts [E, M, N] each its own, or with rows sorted by expert where
+    EP > 0. Programs: tiles of x's rows, of W's rows, and experts x `split` parts of K; where
+    PARTS is set the fp32 sums go to out[split, ...] for `sum_parts`."""
+    if PARTS and PDL:
+        gdc_launch_dependents()
+    tile, row = tl.program_id(0), tl.program_id(1) * BN
+    part, expert = tl.program_id(2) % split, tl.program_id(2) // split
+    first, end = tile * BM, M
+    if EP > 0:
+        expert, first, end = _expert(offsets_ptr, tile, M, E, EP, BM)
+        if expert >= E:
+            return
+    R: tl.constexpr = BN // 64
+    m = first + tl.arange(0, BM)
+    base = first * 0
+    if EP == 0:
+        base = expert * M
+    x_rows = x_ptr + (base + m).to(tl.int64)[:, None] * x_stride
+    s, z, t = _rows(s_ptr, z_ptr, t_ptr, expert, row, N64, F, BN)
+    steps = tl.cdiv(K, BK)
+    share = tl.cdiv(steps, split)
+    acc = tl.zeros((BN, BM), tl.float32)
+    for step in tl.range(part * share, tl.minimum(steps, (part + 1) * share), num_stages=STAGES):
+        k = step * BK
+        columns = k + tl.arange(0, BK)
+        mask = m[:, None] < end
+        if not EVEN_K:
+            mask = mask & (columns[None, :] < K)
+        x = tl.load(x_rows + columns[None, :], mask=mask, other=0.0)
+        w = _columns(
+            q0_ptr, q1_ptr, q2_ptr, s_ptr, z_ptr, s, z, t, table_ptr, expert, row, k, N64, KP,
+            F, R, BK, ASM,
+        )  # fmt: skip
+        acc = tl.dot(w, x.trans(1, 0), acc)
+        if ASM:
+            # A use of the sums here makes Triton wait for the product before W's registers are
+            # written again; it would not (3.6 to 3.9), and then results are wrong now and then.
+            acc = tl.inline_asm_elementwise("", "=r,0", [acc], tl.float32, True, 1)
+    n = row + tl.arange(0, BN)
+    mask = (m < end)[None, :] & (n < N)[:, None]
+    at = (base + m).to(tl.int64)[None, :] * N + n[:, None]
+    if not PARTS:
+        at_expert = expert * N + n[:, None]
+        acc = _finished(acc, scale_ptr, bias_ptr, at_expert, n[:, None] < N, F)
+        tl.store(out_ptr + at, acc, mask=mask)
+    else:
+        rows = M if EP > 0 else M * (tl.num_programs(2) // split)
+        tl.store(out_ptr + part.to(tl.int64) * rows * N + at, acc, mask=mask)
+
+
+@triton.jit(do_not_specialize=["rows", "M", "split"])
+def sum_parts(
+    parts_ptr, scale_ptr, bias_ptr, out_ptr, rows, M, N, split, F: tl.constexpr, B: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """out[rows, N] from the sums [split, rows, N], always added in one order; M rows an expert."""
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * B + tl.arange(0, B)
+    acc = tl.zeros((B,), tl.float32)
+    if PDL:  # launched while the product still runs
+        gdc_wait()
+    for part in range(split):
+        acc += tl.load(parts_ptr + (part * rows + row) * N + n, mask=n < N, other=0.0)
+    acc = _finished(acc, scale_ptr, bias_ptr, row // M * N + n, n < N, F)
+    tl.store(out_ptr + row * N + n, acc, mask=n < N)
+
+
+@triton.jit(do_not_specialize=["first"])
+def dequantise(
+    q0_ptr, q1_ptr, q2_ptr, s_ptr, z_ptr, t_ptr, table_ptr, out_ptr, N, K, N64, KP, first,
+    F: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Rows of W from `first` on, dense: out[N, K]."""
+    k, start = tl.program_id(0) * BK, tl.program_id(1) * BN
+    row, expert = first + start, tl.program_id(2) * 0
+    s, z, t = _rows(s_ptr, z_ptr, t_ptr, expert, row, N64, F, BN)
+    w = _columns(
+        q0_ptr, q1_ptr, q2_ptr, s_ptr, z_ptr, s, z, t, table_ptr, expert, row, k, N64, KP,
+        F, BN // 64, BK, ASM,
+    )  # fmt: skip
+    n, columns = start + tl.arange(0, BN), k + tl.arange(0, BK)
+    mask = (n[:, None] < N) & (columns[None, :] < K)
+    tl.store(out_ptr + n.to(tl.int64)[:, None] * K + columns[None, :], w, mask=mask)
