@@ -213,16 +213,18 @@ def _pyplot() -> Any:
 def plot(result: Result, path: str) -> None:
     """The times over M, both logarithmic, as a picture."""
     pyplot = _pyplot()
-    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
     for name, us in result.us.items():
         if us:
             style = {"linewidth": 3} if name == CHOSEN else {"marker": ".", "linewidth": 1}
             axes.plot(list(us), list(us.values()), label=name, **style)
     if result.floor:
         axes.plot(list(result.floor), list(result.floor.values()), "k--", label="floor")
-    axes.set(xscale="log", yscale="log", xlabel="M", ylabel="us", title=result.contract)
+    axes.set(xscale="log", yscale="log", xlabel="M", ylabel="us")
+    figure.suptitle(result.contract)
     axes.set_xticks(list(result.routes), list(map(str, result.routes)))
     axes.set_xticks([], minor=True)
-    axes.legend(title=f"{result.device}, torch {result.torch}")
+    axes.set_title(f"{result.device}, torch {result.torch}", fontsize="small")
+    figure.legend(loc="outside right upper")
     figure.savefig(path, dpi=150)
     pyplot.close(figure)

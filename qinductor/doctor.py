@@ -193,7 +193,7 @@ def _times(target: str) -> Line:
     entries = tables.load(name, tables.own()).entries
     mine = sum(entry.own for entry in entries)
     path = tables.own() / tables.file_of(name)
-    found = f"{mine} weights tuned here ({path}), {len(entries) - mine} tuned for {name}"
+    found = f"weights tuned here: {mine} ({path}); tuned for {name}: {len(entries) - mine}"
     unmeasured = "the providers' limits" if target == "cpu" else "estimates"
     none = f"none for {name}: {unmeasured} choose; python -m qinductor tune"
     return Line("backend", f"times {target}", found if entries else none)

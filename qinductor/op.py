@@ -1,7 +1,6 @@
 """Operators and their providers: registration, and the choice of a provider by target and M."""
 
 import dataclasses
-import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -248,28 +247,28 @@ class Plan:
         for limit, route in self.steps:
             name, config = split(route)
             provider = entry.providers[name]
-            run = provider.run
-            if config is not None:
-                run = functools.partial(run, config=config)
             take = tuple(place[operand] for operand in provider.operands(contract))
-            found.append(Route(limit, run, take, provider, config))
+            found.append(Route(limit, take, provider, config))
         return tuple(found)
 
 
 class Route(NamedTuple):
     """One step of a plan, ready to be called.
 
-    limit             the largest M
-    run               (contract of one weight, x, packed tensors it takes) -> result
-    take              which of the plan's packed tensors it takes
-    provider, config  what `run` is made of
+    limit  the largest M
+    take   which of the plan's packed tensors it takes
     """
 
     limit: int
-    run: Callable[..., torch.Tensor]
     take: tuple[int, ...]
     provider: Provider
     config: str | None
+
+    def run(self, contract: Any, x: torch.Tensor, packed: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The product; takes the contract of one weight and the packed tensors in `take`."""
+        if self.config is None:
+            return self.provider.run(contract, x, packed)
+        return self.provider.run(contract, x, packed, config=self.config)
 
 
 OPS: dict[str, Op] = {}

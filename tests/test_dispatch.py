@@ -387,7 +387,7 @@ def test_estimates_choose(monkeypatch):
 @pytest.mark.parametrize("n, k", [(4096, 4096), (2112, 7168), (28672, 4096)])
 def test_estimates_grow(n, k):
     """With M, and with N and K; and none is below the roofline."""
-    at = rates(TARGET)
+    at, seen = rates(TARGET), []
     for name in DEQUANT_MATMUL.providers:
         provider = DEQUANT_MATMUL.providers[name]
         small, large = sized(n, k), sized(2 * n, 2 * k)
@@ -399,6 +399,8 @@ def test_estimates_grow(n, k):
         assert values == sorted(values), name
         assert all(larger(m, at) > times(m, at) for m in GRID), name
         assert all(times(m, at) >= 0.99 * least(m, at) for m in GRID), name
+        seen.append(name)
+    assert "aten.int4pack_mm_cuda" in seen
 
 
 def test_the_estimate_of_torch_s_int4_kernel():

@@ -156,7 +156,9 @@ def test_tables_of_times(monkeypatch, tmp_path):
         (folder / path.name).write_text(json.dumps({"device": "NVIDIA H200", "entries": entries}))
     monkeypatch.setattr(tables, "SHIPPED", tmp_path / "ours")
     tables.load.cache_clear()
-    assert line("times sm_90").found == (f"1 weights tuned here ({path}), 2 tuned for NVIDIA H200")
+    assert line("times sm_90").found == (
+        f"weights tuned here: 1 ({path}); tuned for NVIDIA H200: 2"
+    )
     tables.load.cache_clear()
 
 

@@ -581,7 +581,7 @@ def test_a_plan_binds_configs():
     for (limit, route), bound in zip(plan.steps[1:], routes, strict=True):
         bound.run(INT4, "x", "packed")
         assert tiled.calls.pop() == (INT4, "x", "packed", split(route)[1])
-        assert bound[0] == limit and bound[2:] == ((0, 2), tiled, split(route)[1])
+        assert bound == (limit, (0, 2), tiled, split(route)[1])
 
 
 def test_a_provider_without_a_limit_takes_every_m():
