@@ -7,7 +7,6 @@ cuBLAS multiply: for large M, where that costs less than taking codes apart once
 
 import dataclasses
 import functools
-import itertools
 import re
 from collections.abc import Mapping, Sequence
 from types import ModuleType
@@ -23,6 +22,18 @@ from qinductor.rates import BANDWIDTH, RATE
 
 WORKSPACE = 512 << 20  # bytes of dense W at once
 SHARED = 220 << 10  # bytes of shared memory of a multiprocessor that a program may fill
+
+
+MEASURED = 1024  # rows beyond which other providers are faster by far
+# Rows of x -> tiles worth a try: (rows of W, columns, warps, stages). Of 8 warps each 4 take 64 rows
+# of W; sums of 128 x 64 fill the registers of 4.
+_FEW = [(bn, bk, 4, p) for bn in (64, 128) for bk in (128, 256) for p in (3, 5)]
+TILES = {
+    16: _FEW,
+    32: _FEW,
+    64: [(64, 128, 4, 3), (128, 128, 4, 3), (128, 128, 4, 4), (128, 64, 4, 4), (128, 128, 8, 3)],
+    128: [(128, 64, 8, 3), (128, 64, 8, 4), (128, 128, 8, 3)],
+}
 
 
 @functools.cache
@@ -158,26 +169,19 @@ def launch(
 
 def candidates(contract: DequantMatmul, m: int) -> list[Config]:
     """Configs worth measuring at m rows, the best guess first."""
-    w = contract.weight
-    least = max(64, 256 // min(widths(w)))  # columns in a tile of the narrowest field
-    rows = min(128, max(16, 1 << (m - 1).bit_length()))
-    found = [heuristic(contract, m)]
-    for bm, bn, bk in itertools.product({rows, max(16, rows // 2)}, (64, 128), (64, 128, 256)):
+    w, found = contract.weight, [heuristic(contract, m)]
+    least = 256 // min(widths(w))  # columns in a tile of the narrowest field
+    rows = found[0].bm
+    for bm, (bn, bk, warps, stages) in (
+        (bm, tile) for bm in {rows, min(rows, 64)} for tile in TILES[bm] if m <= MEASURED
+    ):
         programs = -(-m // bm) * -(-w.n // bn)
-        splits = [s for s in (1, 2, 4, 8) if s == 1 or programs * s <= 1056 and s * bk * 2 <= w.k]
-        for split, warps, stages in itertools.product(
-            splits, (4, 8), (3, 5) if bm <= 32 else (3, 4)
-        ):
-            config = Config(bm, bn, bk, split, warps, stages)
-            large = bm * bn > 64 * 128
-            if bk < least or config.shared(contract) > SHARED:
-                continue
-            # Of 8 warps each 4 take 64 rows of W; sums of 64 x 128 fill the registers of 4 warps.
-            if (warps == 8 and bn == 64) or (large and warps == 4) or (large and stages > 4):
-                continue
-            if programs * split < 66 or config in found:
-                continue
-            found.append(config)
+        for split in (1, 2, 4, 8):
+            config = Config(bm, bn, max(bk, least), split, warps, stages)
+            fills = 66 <= programs * split <= 1056 or split == 1
+            fits = split * config.bk * 2 <= w.k and config.shared(contract) <= SHARED
+            if fills and fits and config not in found:
+                found.append(config)
     return found
 
 
