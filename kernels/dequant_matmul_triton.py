@@ -25,8 +25,8 @@ SHARED = 220 << 10  # bytes of shared memory of a multiprocessor that a program 
 
 
 MEASURED = 1024  # rows beyond which other providers are faster by far
-# Rows of x -> tiles worth a try: (rows of W, columns, warps, stages). Of 8 warps each 4 take 64 rows
-# of W; sums of 128 x 64 fill the registers of 4.
+# Rows of x -> tiles worth a try: (rows of W, columns, warps, stages). Of 8 warps each 4 take 64
+# rows of W; sums of 128 x 64 fill the registers of 4.
 _FEW = [(bn, bk, 4, p) for bn in (64, 128) for bk in (128, 256) for p in (3, 5)]
 TILES = {
     16: _FEW,
@@ -171,10 +171,9 @@ def candidates(contract: DequantMatmul, m: int) -> list[Config]:
     """Configs worth measuring at m rows, the best guess first."""
     w, found = contract.weight, [heuristic(contract, m)]
     least = 256 // min(widths(w))  # columns in a tile of the narrowest field
-    rows = found[0].bm
-    for bm, (bn, bk, warps, stages) in (
-        (bm, tile) for bm in {rows, min(rows, 64)} for tile in TILES[bm] if m <= MEASURED
-    ):
+    sizes = {found[0].bm, min(found[0].bm, 64)} if m <= MEASURED else set()
+    tiles = [(bm, *tile) for bm in sorted(sizes) for tile in TILES[bm]]
+    for bm, bn, bk, warps, stages in tiles:
         programs = -(-m // bm) * -(-w.n // bn)
         for split in (1, 2, 4, 8):
             config = Config(bm, bn, max(bk, least), split, warps, stages)
