@@ -11,6 +11,7 @@ from torch.nn.functional import pad
 
 from qinductor.contracts import (
     FLOAT_CODES,
+    Hashed,
     WeightFormat,
     by_row,
     code_range,
@@ -34,7 +35,7 @@ FLOATS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Form:
+class Form(Hashed):
     """What is constant in a kernel for a weight format; dtypes are Triton's.
 
     w0, w1, w2     widths of the fields of a code, 0 for none
@@ -69,6 +70,8 @@ class Form:
     x: Any
     output_scale: bool
     bias: bool
+
+    __hash__ = Hashed.__hash__  # it is hashed at every launch
 
 
 @functools.cache
@@ -245,7 +248,7 @@ class Packed:
     def _named(
         self, contract: DequantMatmul, packed: Sequence[torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        return dict(zip(self.operands(contract), packed, strict=True))
+        return dict(zip(_names(self, contract), packed, strict=True))
 
     def _grid(self, form: WeightFormat, values: torch.Tensor, n: int, k: int) -> torch.Tensor:
         """A grid of blocks as `fragments.grid`, with a value for each row and group of columns."""
@@ -255,6 +258,11 @@ class Packed:
             values = values[:, (starts // form.bk).clamp(max=values.shape[1] - 1)]
         rows = torch.arange(n, device=values.device).clamp(max=form.n - 1)
         return fragments.grid(values[rows])
+
+
+@functools.cache
+def _names(provider: Packed, contract: DequantMatmul) -> tuple[str, ...]:
+    return tuple(provider.operands(contract))
 
 
 def _harmless(table: torch.Tensor | None) -> int:
