@@ -28,7 +28,7 @@ from qinductor.testing import OUTPUTS, product_oracle
 
 SHAPES = "4096x4096,28672x4096,4096x14336"
 FORMATS = "int4-g128"
-HOPELESS = 1.25 # times its provider's best: a config so slow is not tried at larger M
+HOPELESS = 1.25  # times its provider's best: a config so slow is not tried at larger M
 JUDGED = 32  # rows of a result that are compared with the reference: the first, and the last
 
 Timer = Callable[[Sequence[timing.Call], str], float]
