@@ -193,7 +193,7 @@ def heuristic(contract: DequantMatmul, m: int) -> Config:
     programs = -(-m // bm) * -(-w.n // bn)
     split = 1
     # Parts of 8 steps or more; fewer where multiprocessors would have nothing to do.
-    while split < 8 and programs * split < (900 if bm <= 32 else 250):
+    while split < 8 and programs * split < (900 if bm <= 32 else 200):
         steps = w.k // (bk * split * 2)
         if steps < (8 if programs * split >= 132 else 2):
             break

@@ -35,8 +35,12 @@ def _outputs(count):
 @triton.constexpr_function
 def _over(form):
     """Bits that codes have over them as they are taken out: of 128 in bf16, of 1024 in fp16."""
-    whole = form.kind == "magic" and not form.w1
-    return (0x4300 if form.number == tl.bfloat16 else 0x6400) if whole else 0
+    return (0x4300 if form.number == tl.bfloat16 else 0x6400) if form.kind == "magic" else 0
+
+
+@triton.constexpr_function
+def _shifted(width):
+    return f"{{ .reg .b32 x; shl.b32 x, $1, {width}; or.b32 $0, x, $2; }}"
 
 
 @triton.jit
@@ -104,8 +108,6 @@ _BYTE_BF16 = tl.constexpr("""{ .reg .f32 a, b; .reg .b32 x, y;
 prmt.b32 x, $1, 0x4B000000, 0x7540; prmt.b32 y, $1, 0x4B000000, 0x7542;
 mov.b32 a, x; mov.b32 b, y; add.rn.f32 a, a, 0fCB000000; add.rn.f32 b, b, 0fCB000000;
 mov.b32 x, a; mov.b32 y, b; prmt.b32 $0, x, y, 0x7632; }""")  # through fp32: 2^23 + code
-_OR_BF16 = tl.constexpr("or.b32 $0, $1, 0x43004300;")  # 128 + code
-_OR_FP16 = tl.constexpr("or.b32 $0, $1, 0x64006400;")  # 1024 + code
 
 
 @triton.constexpr_function
@@ -143,6 +145,12 @@ def _asm1(a, TEXT: tl.constexpr, T: tl.constexpr):
 @triton.jit
 def _asm2(a, b, TEXT: tl.constexpr, T: tl.constexpr):
     return tl.inline_asm_elementwise(TEXT, "=r,r,r", [a, b], T.value, True, 2)
+
+
+@triton.jit
+def _with(high, low, WIDTH: tl.constexpr, ASM: tl.constexpr):
+    """Codes with WIDTH more bits below."""
+    return _asm2(high, low, _shifted(WIDTH), tl.int16) if ASM else (high << WIDTH) | low
 
 
 @triton.jit
@@ -211,12 +219,7 @@ def _value(code, table_ptr, F: tl.constexpr, ASM: tl.constexpr):
             )
     else:
         if F.kind == "magic":
-            if not ASM:
-                out = (code | (0x4300 if T == tl.bfloat16 else 0x6400)).to(T, bitcast=True)
-            elif _over(F) != 0:
-                out = code.to(T, bitcast=True)
-            else:
-                out = _asm1(code, _OR_BF16 if T == tl.bfloat16 else _OR_FP16, T)
+            out = (code if ASM else code | _over(F)).to(T, bitcast=True)
         elif F.kind == "byte":
             out = _asm1(code, _BYTE_BF16, T) if ASM else code.to(tl.float32).to(T)
         elif F.kind == "e2m1":
@@ -256,11 +259,14 @@ def weight(
     ASM: tl.constexpr,
 ):  # fmt: skip
     """W[64 R, BK] in F.x: from words of each field, scales and zeros [64 R, groups], row scales."""
-    code = _field(q0, F.w0, _over(F), R, BK * F.w0 // 256, ASM)
+    OVER: tl.constexpr = _over(F)
+    code = _field(q0, F.w0, 0 if F.w1 > 0 else OVER, R, BK * F.w0 // 256, ASM)
     if F.w1 > 0:
-        code = (code << F.w1) | _field(q1, F.w1, 0, R, BK * F.w1 // 256, ASM)
+        part = _field(q1, F.w1, 0 if F.w2 > 0 else OVER, R, BK * F.w1 // 256, ASM)
+        code = _with(code, part, F.w1, ASM)
     if F.w2 > 0:
-        code = (code << F.w2) | _field(q2, F.w2, 0, R, BK * F.w2 // 256, ASM)
+        part = _field(q2, F.w2, OVER, R, BK * F.w2 // 256, ASM)
+        code = _with(code, part, F.w2, ASM)
     NG: tl.constexpr = groups_in(F, BK)
     v = _value(code, table_ptr, F, ASM).reshape(R * 64, NG, BK // NG)
     s, z, t = s[:, :, None], z[:, :, None], t[:, None, None]
