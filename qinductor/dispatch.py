@@ -95,14 +95,21 @@ def _near(m: int) -> int:
 def _measured(
     entry: Op, contract: Any, limits: Mapping[str, int], m: int, found: tables.Found | None
 ) -> dict[str, float]:
-    """The measured times at m rows of the routes that there are and that take as many."""
+    """The measured times at m rows of the providers that there are and that take as many.
+
+    A config that is none for this contract (the times may be of another N and K) gives way to the
+    provider's own choice: without the provider, a far slower one would be the fastest."""
     row = found.times.get(_near(m), {}) if found is not None else {}
     kept: dict[str, float] = {}
-    for route, us in row.items():
+    for route, us in sorted(row.items(), key=lambda item: item[1]):
         name, _ = split(route)
         takes = name in limits and m <= limits[name] and not entry.providers[name].reference
-        if takes and route in routes_of(entry.providers[name], contract, _near(m)):
-            kept[route] = us
+        if takes:
+            routes = routes_of(entry.providers[name], contract, _near(m))
+            if route in routes:
+                kept[route] = us
+            elif all(split(other)[0] != name for other in row if other in routes):
+                kept.setdefault(routes[0], us)
     return kept
 
 
