@@ -241,10 +241,15 @@ class DequantCublas(Packed):
             return linear(x, dense(contract, given, 0, w.n), bias)
         out = x.new_empty((x.shape[0], w.n))
         for first in range(0, w.n, rows):
-            part = dense(contract, given, first, min(rows, w.n - first))
-            torch.mm(x, part.t(), out=out[:, first : first + rows])
-        if scale is not None:
-            out.mul_(scale)
+            part = dense(contract, given, first, min(rows, w.n - first)).t()
+            into = out[:, first : first + rows]
+            if bias is None or scale is not None:
+                torch.mm(x, part, out=into)
+            else:
+                torch.addmm(bias[first : first + rows], x, part, out=into)
+        if scale is None:
+            return out
+        out.mul_(scale)
         return out if bias is None else out.add_(bias)
 
     def grouped(
