@@ -128,11 +128,12 @@ def test_a_hopeless_config_is_not_tried_again_unless_it_is_the_choice(tmp_path):
         def configs(self, contract, m):
             return ["t8", "t16", "t32"] if m < 16 else ["t32", "t8", "t16"]
 
-    clock = Clock(t8=2.0, t16=3.1, t32=9.0)
+    clock = Clock(t8=2.0, t16=2.01 * tune.HOPELESS, t32=9.0)
     tuner(tmp_path, clock, Moving()).tune(INT4, [1, 2, 16], NEVER, False)
     tried = {m: [config for _, config, rows in clock.timed if rows == m] for m in (1, 2, 16)}
     assert tried == {1: ["t8", "t16", "t32"], 2: ["t8"], 16: ["t32", "t8"]}
-    clock = Clock(t8=2.0, t16=3.0, t32=3.0)  # 1.5 times is not hopeless
+    edge = 2.0 * tune.HOPELESS  # not yet hopeless
+    clock = Clock(t8=2.0, t16=edge, t32=edge)
     tuner(tmp_path / "b", clock, Tiled()).tune(INT4, [1, 2], NEVER, False)
     assert len(clock.timed) == 6
 
