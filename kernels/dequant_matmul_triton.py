@@ -88,7 +88,7 @@ class MMA(Packed):
         return 4.5e-6 + spent["bytes"] / 0.75 / BANDWIDTH + 1.2 * spent["flops"] / RATE
 
     def configs(self, contract: DequantMatmul, m: int) -> Sequence[str]:
-        return [str(c) for c in candidates(contract, m)]
+        return candidates(contract, m)
 
     def run(
         self,
@@ -167,11 +167,13 @@ def launch(
     return out
 
 
-def candidates(contract: DequantMatmul, m: int) -> list[Config]:
+@functools.lru_cache(4096)
+def candidates(contract: DequantMatmul, m: int) -> tuple[str, ...]:
     """Configs worth measuring at m rows, the best guess first."""
-    w, found = contract.weight, [heuristic(contract, m)]
+    w, first = contract.weight, heuristic(contract, m)
+    found = {str(first): None}
     least = 256 // min(widths(w))  # columns in a tile of the narrowest field
-    sizes = {found[0].bm, min(found[0].bm, 64)} if m <= MEASURED else set()
+    sizes = {first.bm, min(first.bm, 64)} if m <= MEASURED else set()
     tiles = [(bm, *tile) for bm in sorted(sizes) for tile in TILES[bm]]
     for bm, bn, bk, warps, stages in tiles:
         programs = -(-m // bm) * -(-w.n // bn)
@@ -179,9 +181,9 @@ def candidates(contract: DequantMatmul, m: int) -> list[Config]:
             config = Config(bm, bn, max(bk, least), split, warps, stages)
             fills = 66 <= programs * split <= 1056 or split == 1
             fits = split * config.bk * 2 <= w.k and config.shared(contract) <= SHARED
-            if fills and fits and config not in found:
-                found.append(config)
-    return found
+            if fills and fits:
+                found[str(config)] = None
+    return tuple(found)
 
 
 def heuristic(contract: DequantMatmul, m: int) -> Config:
