@@ -53,9 +53,9 @@ def code_lines(text: str) -> int:
 
 
 def is_device(function: Function) -> bool:
-    """Whether a decorator is triton.jit, cute.jit or cute.kernel."""
+    """Whether a decorator is triton.jit, gluon.jit, cute.jit or cute.kernel."""
     names = (ast.unparse(d).partition("(")[0] for d in function.decorator_list)
-    return any(name in ("triton.jit", "cute.jit", "cute.kernel") for name in names)
+    return any(name in ("triton.jit", "gluon.jit", "cute.jit", "cute.kernel") for name in names)
 
 
 def measure(path: Path, text: str) -> Iterator[tuple[str, int, int]]:

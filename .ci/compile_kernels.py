@@ -1,4 +1,4 @@
-"""Compile every Triton and CuTe kernel; compiling needs no GPU.
+"""Compile every Triton, Gluon and CuTe kernel; compiling needs no GPU.
 
 A module in qinductor.kernels with device code has `compile_checks()`: (name, callable) pairs, each
 callable compiling one kernel for one target, raising if it cannot.
@@ -13,7 +13,7 @@ import traceback
 
 import qinductor.kernels
 
-DEVICE_CODE = re.compile(r"^@(triton\.jit|cute\.kernel)\b", re.MULTILINE)
+DEVICE_CODE = re.compile(r"^@(triton\.jit|gluon\.jit|cute\.kernel)\b", re.MULTILINE)
 
 
 def main() -> int:

@@ -12,13 +12,14 @@ from typing import Any
 @dataclasses.dataclass(frozen=True)
 class Compiled:
     """registers of a thread; bytes of shared memory, and of spills to local memory (ptxas -v);
-    the TTGIR and PTX as text."""
+    the TTGIR and PTX as text, and the cubin."""
 
     registers: int
     shared: int
     spills: int
     ttgir: str
     ptx: str
+    cubin: bytes
 
 
 def compiled(
@@ -28,7 +29,7 @@ def compiled(
     target: int,
     **options: int,
 ) -> Compiled:
-    """One kernel for sm_<target>.
+    """One kernel, of Triton or of Gluon, for sm_<target>.
 
     arguments  Triton's type of each argument, such as "*bf16" or "i32"; of sizes that are multiples
                of 16 "i32:16" (pointers are aligned so)
@@ -48,7 +49,12 @@ def compiled(
         for i, n in enumerate(names)
         if n not in constants and (arguments[n][0] == "*" or arguments[n].endswith(":16"))
     }
-    source = ASTSource(kernel, types, {(names.index(n),): v for n, v in constants.items()}, aligned)
+    kind = ASTSource
+    if kernel.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        kind = GluonASTSource
+    source = kind(kernel, types, {(names.index(n),): v for n, v in constants.items()}, aligned)
     made = triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
     ptx = made.asm["ptx"]
     chip = re.search(r"\.target (\w+)", ptx)
@@ -63,4 +69,5 @@ def compiled(
     registers = re.search(r"Used (\d+) registers", text)
     assert registers is not None, text
     spills = sum(map(int, re.findall(r"(\d+) bytes spill", text)))
-    return Compiled(int(registers[1]), made.metadata.shared, spills, made.asm["ttgir"], ptx)
+    shared, ttgir, cubin = made.metadata.shared, made.asm["ttgir"], made.asm["cubin"]
+    return Compiled(int(registers[1]), shared, spills, ttgir, ptx, cubin)

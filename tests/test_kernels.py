@@ -431,6 +431,15 @@ WHY_NOT = (
     ("aten.int4pack_mm_cuda", weight_of(INT4, bk=48), "48 of K = 384", "multiples of 32"),
     ("aten.int4pack_mm_cuda", weight_of(INT4, n=36), "36x384", "multiples of 8 and 128"),
     ("aten.int4pack_mm_cuda", weight_of(INT4, k=448), "384x448", "multiples of 8 and 128"),
+    ("gluon.wgmma", dataclasses.replace(INT4, experts=8), "8 experts", "one weight"),
+    ("gluon.wgmma", INT8, "codes are int8", "int4 and uint4"),
+    ("gluon.wgmma", TABLE4, "codes are table4", "int4 and uint4"),
+    ("gluon.wgmma", weight_of(INT4, arithmetic="q*s+z", zero=BF16), "q*s+z", "q*s and (q-z)*s"),
+    ("gluon.wgmma", weight_of(INT4, arithmetic="(q-z)*s", zero=BF16), "zeros are bf16", "integers"),
+    ("gluon.wgmma", weight_of(INT4, compute=FP32), "computed in fp32", "the dtype of x"),
+    ("gluon.wgmma", weight_of(INT4, bk=96), "96 columns share", "multiples of 64, or whole rows"),
+    ("gluon.wgmma", weight_of(INT4, n=36), "36x384", "multiples of 8"),
+    ("gluon.wgmma", weight_of(INT4, k=196), "384x196", "multiples of 8"),
 )
 
 
