@@ -190,3 +190,10 @@ def dequantise(
     mask = (n[:, None] < N) & (columns[None, :] < K)
     place = (expert.to(tl.int64) * N + n)[:, None] * K + columns[None, :]
     tl.store(out_ptr + place, w, mask=mask)
+
+
+def compile_checks():
+    """(name, check) of products; `dequant_matmul_triton_decode` has those of W written out."""
+    from qinductor.kernels.dequant_matmul_triton_checks import products
+
+    return list(products())
