@@ -814,7 +814,8 @@ def test_cuda_lowered(name: str) -> None:
         (site,) = found.report.sites
         assert site.lowered == (case.x is not FP32), site.reason
         if site.lowered:
-            assert "triton.mma@" in site.provider or (m, site.provider) == (1, ATEN_INT4)
+            few = m == 1 and site.provider.startswith(ATEN_INT4)
+            assert few or site.provider.startswith("triton.mma@")
 
 
 @pytest.mark.parametrize("name", CASES)
