@@ -157,12 +157,13 @@ def launch(
             F=form, E=experts, EP=1 << (experts - 1).bit_length() if experts else 0,
             BM=config.bm, BN=config.bn, BK=bk, PARTS=split > 1, STAGES=config.stages,
             EVEN_K=w.k % bk == 0, PDL=pdl, ASM=asm, num_warps=config.warps,
+            enable_fp_fusion=False,  # every operation rounds as the graph's did
         )  # fmt: skip
         if split > 1:
             rows, block = out.numel() // w.n, 256
             code.sum_parts[(rows, -(-w.n // block))](
                 parts, *epilogue, out, rows, m, w.n, split, F=form, B=block, PDL=pdl,
-                num_warps=4, launch_pdl=pdl,
+                num_warps=4, launch_pdl=pdl, enable_fp_fusion=False,
             )  # fmt: skip
     return out
 
@@ -200,8 +201,12 @@ def heuristic(contract: DequantMatmul, m: int) -> Config:
         if steps < (8 if programs * split >= 132 else 2):
             break
         split *= 2
-    large = bm * bn > 64 * 128
-    return Config(bm, bn, bk, split, 8 if large else 4, 4 if large else 3)
+    wide = bm == 64 and bn * bk > 128 * 128  # 1-bit fields: W would fill the registers of 4 warps
+    config = Config(bm, bn, bk, split, 8 if bm > 64 or wide else 4, 4 if bm > 64 else 3)
+    while config.shared(contract) > SHARED:
+        less = {"stages": config.stages - 1} if config.stages > 2 else {"bm": config.bm // 2}
+        config = dataclasses.replace(config, **less)
+    return config
 
 
 def reordered(
@@ -297,7 +302,8 @@ def dense(
     with torch.cuda.device_of(out):
         code.dequantise[(-(-w.k // bk), -(-count // 64), max(1, experts))](
             *fields, *grids, given.get("table", out), out, count, w.k, n // 64, k, first,
-            F=device_form(contract), BN=64, BK=bk, ASM=asm, num_warps=4,
+            F=device_form(contract), BN=64, BK=bk, ASM=asm, num_warps=4 if bk == 128 else 8,
+            enable_fp_fusion=False,
         )  # fmt: skip
     return out
 

@@ -281,3 +281,10 @@ def weight(
     v = _scaled(v, s, z, t, STEP2, F.compute, ASM)
     v = _scaled(v, s, z, t, TAIL, F.compute, ASM)
     return v.to(F.x).reshape(R * 64, BK)
+
+
+def compile_checks():
+    """(name, check) of W decoded and written out."""
+    from qinductor.kernels.dequant_matmul_triton_checks import dequantised
+
+    return list(dequantised())

@@ -90,7 +90,8 @@ def _expert(offsets_ptr, tile, T, E: tl.constexpr, EP: tl.constexpr, BM: tl.cons
     i = tl.arange(0, EP)
     end = tl.load(offsets_ptr + i, mask=i < E, other=0)
     start = tl.load(offsets_ptr + i - 1, mask=(i > 0) & (i < E), other=0)
-    start, end = tl.clamp(start, 0, T), tl.clamp(end, 0, T)
+    # tl.clamp takes no integers before Triton 3.9.
+    start, end = tl.minimum(tl.maximum(start, 0), T), tl.minimum(tl.maximum(end, 0), T)
     tiles = tl.where((i < E) & (end > start), (end - start + BM - 1) // BM, 0)
     upto = tl.cumsum(tiles, 0)
     expert = tl.sum((upto <= tile).to(tl.int32), 0)
@@ -190,3 +191,10 @@ def dequantise(
     mask = (n[:, None] < N) & (columns[None, :] < K)
     place = (expert.to(tl.int64) * N + n)[:, None] * K + columns[None, :]
     tl.store(out_ptr + place, w, mask=mask)
+
+
+def compile_checks():
+    """(name, check) of products; `dequant_matmul_triton_decode` has those of W written out."""
+    from qinductor.kernels.dequant_matmul_triton_checks import products
+
+    return list(products())

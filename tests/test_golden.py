@@ -746,13 +746,13 @@ output [%5]
 %3: bfloat16[48, 4]@cuda = placeholder
 %4: int32[6, 1, 32, 4]@cuda = placeholder packed_int4tiles
 %5: bfloat16[4, 48, 2]@cuda = placeholder packed_int4tiles_scales
-%6: int8[24, 128]@cuda = placeholder packed_halves
-%7: bfloat16[48, 4]@cuda = placeholder packed_scale
+%6: int16[2, 2, 1024]@cuda = placeholder packed_fragments4
+%7: int32[4, 64]@cuda = placeholder packed_fragments_scale
 %8: bfloat16[s0, 48]@cuda = qinductor.dequant_matmul.default(%1, [%4, %5, %6, %7])
     weight.codes=int4 weight.n=48 weight.k=128 weight.bn=1 weight.bk=32 weight.arithmetic=q*s
       weight.scale=bfloat16 weight.zero=None weight.inner=bfloat16 weight.compute=bfloat16
       weight.dtype=bfloat16 x=bfloat16 out=bfloat16 output_scale=None bias=False
-    aten.int4pack_mm_cuda, reference
+    aten.int4pack_mm_cuda, triton.mma
 output [%8]
 """)
 
@@ -791,24 +791,31 @@ output [%5]
 """)
 
 
-@pytest.mark.parametrize(
-    ("name", "m", "reason"),
-    [
-        ("int4_low_first", 64, "int4pack_mm_cuda: M is 64; it takes up to 16"),
-        ("int4_signed_shifts", 8, "int4pack_mm_cuda: a bias would be added after a rounding"),
-        ("int4_zero", 8, "int4pack_mm_cuda: codes are uint4; it takes int4"),
-        ("int4_channel_fp32", 8, "int4pack_mm_cuda: x is fp32"),
-        ("int8_channel", 8, "int4pack_mm_cuda: codes are int8; it takes int4"),
-        ("e4m3_sliced_blocks", 8, "int4pack_mm_cuda: codes are float8_e4m3fn; it takes int4"),
-    ],
-)
-def test_cuda_refused(name: str, m: int, reason: str) -> None:
+ATEN_INT4 = "aten.int4pack_mm_cuda"
+
+
+def test_cuda_refused() -> None:
     """What no provider for sm_90 takes: the graph stays as it was."""
-    case = CASES[name]
-    found = rewritten(case.module, case.activation(m), target="sm_90")
+    case = CASES["int4_channel_fp32"]
+    found = rewritten(case.module, case.activation(8), target="sm_90")
     (site,) = found.report.sites
     assert not site.lowered and found.after == found.before
-    assert reason in site.reason
+    for name in (ATEN_INT4, "triton.mma", "triton.dequant_cublas"):
+        assert f"{name}: x is fp32" in site.reason
+
+
+# A torch without CUDA traces no index_select on fake CUDA tensors.
+@pytest.mark.parametrize("name", [name for name in CASES if name != "int4_gptq"])
+def test_cuda_lowered(name: str) -> None:
+    """On sm_90 all but fp32 is lowered, for 64 rows to the product that keeps W in registers."""
+    case = CASES[name]
+    for m in (1, 64):
+        found = rewritten(case.module, case.activation(m), target="sm_90")
+        (site,) = found.report.sites
+        assert site.lowered == (case.x is not FP32), site.reason
+        if site.lowered:
+            few = m == 1 and site.provider.startswith(ATEN_INT4)
+            assert few or site.provider.startswith("triton.mma@")
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -1,7 +1,6 @@
 """Operators and providers: every case by every provider, directly and dispatched, to the oracle."""
 
 import ast
-import contextlib
 import dataclasses
 import inspect
 import re
@@ -12,8 +11,8 @@ from typing import Any
 import pytest
 import sympy
 import torch
+from products import activations, call, check, direct, hold, on, only, packed, poisoned, replays
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.nn.functional import linear
 
 import qinductor
 import qinductor.kernels.dequant_matmul_onednn as onednn
@@ -32,27 +31,12 @@ from qinductor.kernels.dequant_matmul import (
 from qinductor.kernels.dequant_matmul_experts import CASES as EXPERTS
 from qinductor.op import INFINITE, OPS, M, Op, Plan, costs, limit_of, op, routes_of, split
 from qinductor.regions import FLOAT8
-from qinductor.testing import OUTPUTS, product_oracle
 
 qinductor.load()
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 PROVIDERS = list(DEQUANT_MATMUL.providers)
 named = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 by_provider = pytest.mark.parametrize("name", PROVIDERS)
-
-
-def only(route: str) -> Plan:
-    """A plan in which one provider, in one config, runs every M."""
-    return Plan(((INFINITE, route),))
-
-
-def direct(
-    route: str, contract: DequantMatmul, x: torch.Tensor, tensors: Sequence[torch.Tensor]
-) -> torch.Tensor:
-    """What a provider gives, called without the dispatcher."""
-    name, config = split(route)
-    more = {} if config is None else {"config": config}
-    return DEQUANT_MATMUL.providers[name].run(contract, x, tensors, **more)
 
 
 def usable(name: str, contract: DequantMatmul, target: str = "cpu") -> Any:
@@ -64,59 +48,6 @@ def usable(name: str, contract: DequantMatmul, target: str = "cpu") -> Any:
     if reason is not None:
         pytest.skip(f"{name}: {reason}")
     return provider
-
-
-def packed(plan: Plan, contract: DequantMatmul, source: Any) -> list[torch.Tensor]:
-    """The packed tensors, in the operator's order."""
-    found = plan.pack(DEQUANT_MATMUL, contract, source)
-    return [found[name] for name in plan.operands(DEQUANT_MATMUL, contract)]
-
-
-def call(
-    x: torch.Tensor, tensors: Sequence[torch.Tensor], contract: DequantMatmul, plan: Plan
-) -> torch.Tensor:
-    """The operator as a compiled graph calls it."""
-    return torch.ops.qinductor.dequant_matmul(x, tensors, str(contract), str(plan))
-
-
-def activations(contract: DequantMatmul, m: int, device: str = "cpu") -> list[torch.Tensor]:
-    """As many x of m rows as an error must be measured over."""
-    g = torch.Generator().manual_seed(m)
-    count = -(-OUTPUTS // (m * contract.weight.n))
-    return [
-        torch.randn(m, contract.weight.k, generator=g).to(contract.x).to(device)
-        for _ in range(count)
-    ]
-
-
-def hold(
-    contract: DequantMatmul, ours: list[torch.Tensor], xs: list[torch.Tensor], source: Operands
-) -> None:
-    """Our products to the oracle, against the graph's own operations run by eager."""
-    weight = source.weight
-    w = dequantize(weight)
-    eager = [linear(x, w, source.bias) for x in xs]
-    if source.output_scale is not None:
-        eager = [out * source.output_scale for out in eager]
-    product_oracle(
-        torch.cat(ours), torch.cat(eager), torch.cat(xs), w, source.bias, source.output_scale
-    )
-
-
-def check(out: torch.Tensor, contract: DequantMatmul, m: int) -> None:
-    assert out.shape == (m, contract.weight.n) and out.dtype == contract.out
-    assert out.is_contiguous()
-
-
-@contextlib.contextmanager
-def poisoned() -> Iterator[None]:
-    """Fresh memory is NaN, or the largest integer."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        assert torch.empty(3).isnan().all()
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 @named
@@ -282,6 +213,7 @@ def weight_of(contract: DequantMatmul, **changes: Any) -> DequantMatmul:
 INT4 = case("int4", 4, 384, 384, 1, 64).contract
 INT8 = case("int8", 4, 256, 512, 1, 512).contract
 TABLE4 = case("table4", 4, 384, 384, 1, 64).contract
+LESS_ZERO = case("uint4", 4, 64, 64, 1, 64, arithmetic="(q-z)*s", zero=torch.int8).contract
 PAIR = {"bias": True, "output_scale": BF16}
 # Contracts that no case has, for whatever provider says it takes them.
 CORNERS = {
@@ -440,6 +372,27 @@ WHY_NOT = (
     ("gluon.wgmma", weight_of(INT4, bk=96), "96 columns share", "multiples of 64, or whole rows"),
     ("gluon.wgmma", weight_of(INT4, n=36), "36x384", "multiples of 8"),
     ("gluon.wgmma", weight_of(INT4, k=196), "384x196", "multiples of 8"),
+    *(
+        (name, contract, has, takes)
+        for name in ("triton.mma", "triton.dequant_cublas")
+        for contract, has, takes in (
+            (dataclasses.replace(INT4, x=FP32, out=FP32), "x is fp32", "takes bf16 and fp16"),
+            (weight_of(INT4, dtype=FP32), "W fp32", "takes one dtype"),
+            (dataclasses.replace(INT4, out=FP16), "the result fp16", "takes one dtype"),
+            (weight_of(INT4, k=0), "384x0", "no empty one"),
+            (weight_of(INT4, compute=FP64), "bf16 and fp64", "takes up to fp32"),
+            (weight_of(LESS_ZERO, inner=FP64), "fp64 and bf16", "takes up to fp32"),
+            (weight_of(TABLE4, table=FP64), "table is fp64", "bf16, fp16 and fp32"),
+            (weight_of(LESS_ZERO, zero=BF16, inner=torch.int8), "zero bf16", "integer zeros"),
+            (
+                weight_of(LESS_ZERO, codes="float8_e4m3fn", inner=torch.int8),
+                "float codes less a zero in int8",
+                "integer codes",
+            ),
+            (weight_of(INT4, bk=24), "24 columns share", "multiples of 16, or whole rows"),
+            (weight_of(INT4, bk=1), "1 columns share", "multiples of 16, or whole rows"),
+        )
+    ),
 )
 
 
@@ -627,10 +580,14 @@ def test_refused_where_only_the_reference_would_run():
         toys(Toy("few", 4)).plan(INT4, "cpu", 9)
     with pytest.raises(Refused, match=r"no provider for sm_90 takes it"):
         toys(Toy("few", 4)).plan(INT4, "sm_90", None)
-    with pytest.raises(Refused, match=r"aten.int4pack_mm_cuda: codes are int8; it takes int4"):
-        DEQUANT_MATMUL.plan(INT8, "sm_90", None)
-    with pytest.raises(Refused, match=r"aten.int4pack_mm_cuda: M is 17; it takes up to 16"):
-        DEQUANT_MATMUL.plan(INT4, "sm_90", 17)
+    wide = dataclasses.replace(weight_of(INT4, dtype=FP32), x=FP32, out=FP32)
+    for target in ("sm_80", "sm_90", "sm_100"):
+        with pytest.raises(Refused) as caught:
+            DEQUANT_MATMUL.plan(wide, target, None)
+        for name in ("aten.int4pack_mm_cuda", "triton.mma", "triton.dequant_cublas"):
+            assert f"{name}: x is fp32" in caught.value.reason
+    with pytest.raises(Refused, match=r"no provider for sm_75 takes it"):
+        DEQUANT_MATMUL.plan(INT4, "sm_75", None)
 
 
 def test_a_name_is_registered_once():
@@ -722,16 +679,6 @@ def test_opcheck(i):
 # CUDA -----------------------------------------------------------------------------------------
 
 
-def on(source: Operands, device: str) -> Operands:
-    """The operands on another device."""
-
-    def moved(value: Any) -> Any:
-        held = {n: t.to(device) for n, t in vars(value).items() if isinstance(t, torch.Tensor)}
-        return dataclasses.replace(value, **held)
-
-    return dataclasses.replace(moved(source), weight=moved(source.weight))
-
-
 CUDA_CASES = (
     *CASES,
     case("int4", 16, 4096, 4096, 1, 128),
@@ -763,25 +710,6 @@ def test_on_cuda(name, i):
         turned = [x.t().contiguous().t() for x in xs]
         hold(contract, [call(x, tensors, contract, only(route)) for x in turned], xs, source)
         replays(contract, only(route), tensors, xs[0])
-
-
-def replays(
-    contract: DequantMatmul, plan: Plan, tensors: list[torch.Tensor], x: torch.Tensor
-) -> None:
-    """Captured once, replayed with other inputs into poisoned memory."""
-    held, graph = x.clone(), torch.cuda.CUDAGraph()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        call(held, tensors, contract, plan)
-    torch.cuda.current_stream().wait_stream(stream)
-    with torch.cuda.graph(graph):
-        out = call(held, tensors, contract, plan)
-    for factor in (1, -2, 0.5):
-        held.copy_(x * factor)
-        out.fill_(float("nan"))
-        graph.replay()
-        assert not difference(out, call(x * factor, tensors, contract, plan))
 
 
 @pytest.mark.parametrize("name", ["aten.int4pack_mm", "aten.int8pack_mm"])

@@ -1,0 +1,208 @@
+"""The Triton family's packed order, configs, refusals and plans: nothing here runs a kernel."""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from products import only
+from triton_cases import CUBLAS, MMA, TAKEN
+
+from qinductor.errors import Refused
+from qinductor.kernels import fragments
+from qinductor.kernels.dequant_matmul import CASES, DEQUANT_MATMUL, case
+from qinductor.kernels.dequant_matmul_triton import (
+    SHARED,
+    Config,
+    candidates,
+    heuristic,
+    widths,
+)
+from qinductor.op import GRID, Plan
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+# Packing --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
+def test_words_are_as_documented(width):
+    """Each code, found where the docstring says it is."""
+    n, k, steps = 128, 512, 16 // width
+    field = torch.randint(0, 1 << width, (n, k)).to(torch.uint8)
+    packed = fragments.words(field, width)
+    assert packed.dtype is torch.int16
+    assert packed.shape == fragments.words_shape(n, k, width) == (2, k // steps // 16, 1024)
+    words, codes, seen = packed.tolist(), field.tolist(), set()
+    for rows, tile, warp, g, t, i, c, j in itertools.product(
+        range(2), range(k // steps // 16), range(4), range(8), range(4), range(4), range(2),
+        range(steps),
+    ):  # fmt: skip
+        half, step = (i % 2, i // 2) if width == 8 else (j // 2 % 2, j // 4 * 4 + i)
+        row = 64 * rows + 16 * warp + 8 * (j % 2) + g
+        column = 16 * (steps * tile + step) + 8 * half + 2 * t + c
+        word = words[rows][tile][((warp * 8 + g) * 4 + t) * 8 + i * 2 + c]
+        assert word >> width * j & (1 << width) - 1 == codes[row][column], (row, column)
+        seen.add((row, column))
+    assert len(seen) == n * k
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_a_grid_of_16_bits_is_as_documented(dtype):
+    values = torch.randn(128, 3).to(dtype)
+    packed = fragments.grid(values)
+    assert fragments.grid_spec(128, 3, dtype) == ((3, 64), torch.int32)
+    assert packed.shape == (3, 64) and packed.dtype is torch.int32 and packed.is_contiguous()
+    bits = (values.view(torch.int16).int() & 0xFFFF).tolist()
+    for j, p, g in itertools.product(range(3), range(8), range(8)):
+        word = int(packed[j, 8 * p + g]) & 0xFFFFFFFF
+        assert word == bits[16 * p + g][j] | bits[16 * p + g + 8][j] << 16
+
+
+def test_a_grid_of_fp32_is_as_documented():
+    values = torch.randn(128, 3)
+    assert fragments.grid_spec(128, 3, FP32) == ((3, 128), FP32)
+    assert torch.equal(fragments.grid(values), values.t())
+
+
+def test_padded():
+    for bits, (n, k), want in (
+        (4, (1, 1), (128, 128)),
+        (3, (128, 256), (128, 256)),
+        (3, (129, 257), (256, 512)),
+        (8, (130, 4224), (256, 4224)),
+        (7, (130, 4224), (256, 4352)),
+    ):
+        form = case(f"uint{bits}", 1, n, k, 1, k).contract.weight
+        assert fragments.padded(n, k, widths(form)) == want
+
+
+# Configs --------------------------------------------------------------------------------------
+
+
+def test_configs_as_text():
+    config = Config(bm=16, bn=64, bk=128, split=4, warps=8, stages=3)
+    assert str(config) == "m16.n64.k128.s4.w8.p3" and Config.parse(str(config)) == config
+    for text in ("", "m16.n64.k128.s4.w4", "m16.n64.k128.s4.w4.p3.", "m-1.n64.k128.s4.w4.p3", "m"):
+        with pytest.raises(ValueError, match=r"no config of triton.mma: .*; wanted such as"):
+            Config.parse(text)
+
+
+SHAPES = ((8, 96), (8, 8192), (48, 64), (4096, 4096), (4096, 4224), (28672, 4096), (128256, 2048))
+FORMATS = ("int1", "int2", "int3", "int4", "uint7", "int8", "float8_e4m3fn", "table4")
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("codes", FORMATS)
+def test_every_candidate_is_legal(codes, shape):
+    n, k = shape
+    contract = case(codes, 1, n, k, 1, 32).contract
+    least = 256 // min(widths(contract.weight))
+    padded = fragments.padded(n, k, widths(contract.weight))[1]
+    for m in GRID:
+        found = candidates(contract, m)
+        assert found[0] == heuristic(contract, m) and len(set(found)) == len(found)
+        assert list(MMA.configs(contract, m)) == [str(config) for config in found]
+        for config in found:
+            taken = min(config.bk, padded & -padded)  # as `launch` has it
+            assert padded % taken == 0 and taken >= least, config
+            assert config.bk & config.bk - 1 == 0 and config.bm in (16, 32, 64, 128)
+            assert config.bn in (64, 128) and config.bn * config.bm <= 128 * 128
+            assert config.warps in (4, 8) and config.stages > 1
+            assert config.shared(contract) <= SHARED, config
+            assert 1 <= config.split and config.split * taken <= max(k, taken), config
+            assert Config.parse(str(config)) == config
+            only(f"triton.mma@{config}")
+
+
+def test_few_rows_get_small_tiles_and_parts_fill_the_device():
+    contract = case("int4", 1, 4096, 4096, 1, 128).contract
+    tiles = [heuristic(contract, m).bm for m in (1, 16, 17, 32, 33, 64, 65, 8192)]
+    assert tiles == [16, 16, 32, 32, 64, 64, 128, 128]
+    assert heuristic(contract, 1).split > 1 == heuristic(contract, 8192).split
+
+
+def test_a_config_that_is_no_config_is_an_error():
+    x, source = CASES[0].make()
+    held = list(MMA.pack(CASES[0].contract, source).values())
+    with pytest.raises(ValueError, match="no config of triton.mma: 'large'"):
+        MMA.run(CASES[0].contract, x, held, "large")
+
+
+# What is refused ------------------------------------------------------------------------------
+
+ZERO = {"arithmetic": "(q-z)*s", "zero": torch.int16}
+
+
+@pytest.mark.parametrize("codes", ["float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2"])
+def test_codes_that_are_no_number(codes):
+    contract = case(codes, 1, 32, 64, 1, 32).contract
+    _, source = dataclasses.replace(CASES[0], contract=contract).make()
+    assert MMA.pack(contract, source)
+    bits = source.weight.codes.view(torch.uint8)
+    bits[3, 5] = {"float8_e4m3fn": 0x7F, "float8_e4m3fnuz": 0x80, "float8_e5m2": 0x7C}[codes]
+    for provider in (MMA, CUBLAS):
+        with pytest.raises(Refused, match="a code is no finite number"):
+            provider.pack(contract, source)
+
+
+@pytest.mark.parametrize(
+    ("codes", "x", "inner", "zero", "reason"),
+    [
+        ("uint4", BF16, BF16, 128, None),
+        ("uint4", BF16, BF16, 129, "zeros must be within 128; they reach 129"),
+        ("uint4", FP16, FP16, 1024, None),
+        ("uint4", FP16, FP16, 1025, "zeros must be within 1024; they reach 1025"),
+        ("uint8", BF16, BF16, 256, None),
+        ("uint8", BF16, BF16, 257, "zeros must be within 256; they reach 257"),
+        ("uint8", BF16, BF16, -2, "q - z must be exact in bf16; it spans 2 to 257"),
+        ("uint8", BF16, FP32, -2, "q - z must be exact in fp32; it spans 2 to 257"),
+        ("uint8", FP16, torch.int8, 100, "q - z must be exact in int8; it spans -100 to 155"),
+        ("uint8", FP16, torch.int8, 128, None),
+        ("int8", FP16, torch.int8, -1, "q - z must be exact in int8; it spans -127 to 128"),
+        ("int8", FP16, torch.int16, -1, None),
+        ("uint4", BF16, torch.uint8, 1, "q - z must be exact in uint8; it spans -1 to 14"),
+        ("uint4", BF16, torch.uint8, 0, None),
+    ],
+)
+def test_zeros_that_would_be_rounded_or_wrap(codes, x, inner, zero, reason):
+    contract = case(codes, 1, 32, 64, 1, 32, x, inner=inner, **ZERO).contract
+    _, source = dataclasses.replace(CASES[0], contract=contract).make()
+    low, high = (-128, 127) if codes == "int8" else (0, 255 if codes == "uint8" else 15)
+    source.weight.codes[0, :2] = torch.tensor([low, high])
+    source.weight.zero.fill_(zero)
+    for provider in (MMA, CUBLAS):
+        if reason is None:
+            assert provider.pack(contract, source)
+            continue
+        with pytest.raises(Refused) as caught:
+            provider.pack(contract, source)
+        assert reason in caught.value.reason
+
+
+# Plans ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize("chosen", TAKEN, ids=lambda chosen: chosen.name)
+def test_no_plan_needs_the_reference(chosen, target):
+    for m in (None, *GRID[::3]):
+        plan = DEQUANT_MATMUL.plan(chosen.contract, target, m)
+        assert not any(p.reference for p in plan.providers(DEQUANT_MATMUL)), plan
+        assert Plan.parse(str(plan)) == plan
+
+
+def test_w_is_written_out_for_many_rows_alone():
+    contract = case("int4", 1, 4096, 4096, 1, 128, FP16).contract
+    first, last = (DEQUANT_MATMUL.plan(contract, "sm_90", m).steps[0][1] for m in (1, 8192))
+    assert first.startswith("triton.mma@") and last == "triton.dequant_cublas"
+
+
+def test_what_no_provider_takes_says_why():
+    refused = [chosen for chosen in CASES if MMA.why_not(chosen.contract) is not None]
+    assert len(refused) == len(CASES) - sum(chosen in TAKEN for chosen in CASES) > 0
+    for chosen in refused:
+        with pytest.raises(Refused) as caught:
+            DEQUANT_MATMUL.plan(chosen.contract, "sm_90", None)
+        for provider in (MMA, CUBLAS):
+            assert f"{provider.name}: {provider.why_not(chosen.contract)}" in caught.value.reason
