@@ -51,6 +51,7 @@ except (ImportError, AttributeError, TypeError) as error:  # it is experimental
     gluon, gl = triton, tl  # for the decorators; nothing below is called then
 
 FENCE = gl.constexpr(True)
+SHARED = 227 << 10  # bytes that a program may have
 SUMMED = 32  # rows of W that a program of `sum_parts` takes
 
 
@@ -319,7 +320,8 @@ def compile_checks() -> Iterator[tuple[str, Callable[[], None]]]:
 
 
 def _check(contract: Any, config: Any) -> None:
-    """RuntimeError for spills, for W in other than registers, for a register written early."""
+    """RuntimeError for spills, too much shared memory, W elsewhere than in registers, or one of
+    these registers written early."""
     from qinductor.kernels.dequant_matmul_gluon import TILES
     from qinductor.kernels.dequant_matmul_triton_form import device_form
     from qinductor.sass import disassembled, early_writes
@@ -345,6 +347,8 @@ def _check(contract: Any, config: Any) -> None:
     added = compiled(sum_parts, types, {**shape, "BN": config.n, "B": SUMMED}, 90, num_warps=4)
     if made.spills or added.spills:
         raise RuntimeError(f"spills {made.spills} and {added.spills} bytes; wanted none")
+    if made.shared > SHARED:
+        raise RuntimeError(f"takes {made.shared} bytes of shared memory; wanted up to {SHARED}")
     sass = disassembled(made.cubin)
     if sass is None:
         warnings.warn("this Triton has no nvdisasm: registers were not looked at", stacklevel=1)
