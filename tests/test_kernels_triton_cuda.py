@@ -1,5 +1,6 @@
 """The Triton family on a GPU: W bitwise, products to the oracle, graphs, streams, experts."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -23,14 +24,16 @@ LARGE = (
     case("table4", 1, 8192, 2048, 1, 64),
     case("float8_e4m3fn", 1, 2048, 4096, 128, 128, bias=True),
 )
-CHOSEN = [*TAKEN, *LARGE]
+CHOSEN = [*TAKEN, *SMALL.values(), *LARGE]
 
 
-def routes(contract: Any) -> list[str]:
-    """Both providers, the first in several configs and in its own for few and many rows."""
-    configs = {fitting(config, contract) for config in CONFIGS}
-    configs |= {MMA.configs(contract, m)[0] for m in (1, 64, 300)}
-    return [CUBLAS, *(f"triton.mma@{config}" for config in sorted(configs))]
+def routes(
+    contract: Any, configs: Sequence[str] = CONFIGS, own: Sequence[int] = (1, 64, 300)
+) -> list[str]:
+    """Both providers, the first in these configs and in its own for so many rows."""
+    chosen = {fitting(config, contract) for config in configs}
+    chosen |= {MMA.configs(contract, m)[0] for m in own}
+    return [CUBLAS, *(f"triton.mma@{config}" for config in sorted(chosen))]
 
 
 @pytest.mark.parametrize("i", range(len(CHOSEN)), ids=lambda i: f"{CHOSEN[i].name} {i}")
@@ -44,7 +47,9 @@ def test_products(i):
     assert not difference(written.nan_to_num(), w.nan_to_num())  # a NaN may have other bits
     inputs = {m: activations(contract, m, "cuda") for m in (1, 17, 300)}
     before = [tensor.clone() for tensor in tensors]
-    for route in routes(contract):
+    few = i < len(TAKEN)  # each is compiled: a second
+    some = ([CONFIGS[i % len(CONFIGS)]], (1,)) if few else ()
+    for route in routes(contract, *some):
         for m, xs in inputs.items():
             with poisoned():
                 ours = [call(x, tensors, contract, only(route)) for x in xs]
