@@ -201,7 +201,8 @@ def heuristic(contract: DequantMatmul, m: int) -> Config:
         if steps < (8 if programs * split >= 132 else 2):
             break
         split *= 2
-    wide = bm == 64 and bn * bk > 128 * 128  # 1-bit fields: W would fill the registers of 4 warps
+    # With columns of 1-bit fields, or addresses of table entries, 4 warps have too few registers.
+    wide = bm == 64 and bn == 128 and (bk > 128 or w.table is not None)
     config = Config(bm, bn, bk, split, 8 if bm > 64 or wide else 4, 4 if bm > 64 else 3)
     while config.shared(contract) > SHARED:
         less = {"stages": config.stages - 1} if config.stages > 2 else {"bm": config.bm // 2}
@@ -241,7 +242,8 @@ class DequantCublas(Packed):
         self, contract: DequantMatmul, x: torch.Tensor, packed: Sequence[torch.Tensor]
     ) -> torch.Tensor:
         given, w = self._named(contract, packed), contract.weight
-        x = reordered(x, given.get("order"))
+        # Of rows that are not aligned cuBLAS sums parts in bf16, with twice the error.
+        x = reordered(x, given.get("order")).contiguous()
         scale, bias = given.get("output_scale"), given.get("bias")
         rows = max(128, WORKSPACE // (2 * w.k) // 128 * 128)
         if rows >= w.n and scale is None:
