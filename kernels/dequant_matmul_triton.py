@@ -192,7 +192,8 @@ def heuristic(contract: DequantMatmul, m: int) -> Config:
     w = contract.weight
     bk = max(64 if m > 64 else 128, 256 // min(widths(w)))
     bm = next((b for b in (16, 32, 64) if m <= b), 128)
-    bn = 128 if w.n >= 8192 or m > 64 else 64
+    narrow = m <= 64 and (w.n < 8192 or w.table is not None and bm == 64)  # addresses of entries
+    bn = 64 if narrow else 128
     programs = -(-m // bm) * -(-w.n // bn)
     split = 1
     # Parts of 8 steps or more; fewer where multiprocessors would have nothing to do.
@@ -201,8 +202,7 @@ def heuristic(contract: DequantMatmul, m: int) -> Config:
         if steps < (8 if programs * split >= 132 else 2):
             break
         split *= 2
-    # With columns of 1-bit fields, or addresses of table entries, 4 warps have too few registers.
-    wide = bm == 64 and bn == 128 and (bk > 128 or w.table is not None)
+    wide = bm == 64 and bn * bk > 128 * 128  # 1-bit fields: W would fill the registers of 4 warps
     config = Config(bm, bn, bk, split, 8 if bm > 64 or wide else 4, 4 if bm > 64 else 3)
     while config.shared(contract) > SHARED:
         less = {"stages": config.stages - 1} if config.stages > 2 else {"bm": config.bm // 2}
