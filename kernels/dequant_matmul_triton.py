@@ -140,6 +140,8 @@ def launch(
     out = x.new_zeros(shape) if experts else x.new_empty(shape)
     bk = min(config.bk, k & -k)  # a config of another K may be
     split = min(config.split, -(-w.k // bk))
+    if experts and {"output_scale", "bias"} & set(given):
+        split = 1  # `sum_parts` does not know whose a row is
     parts = out if split == 1 else x.new_empty((split, *shape), dtype=torch.float32)
     if split > 1 and experts:
         parts.zero_()

@@ -219,7 +219,7 @@ def test_grouped_captured_and_replayed_with_other_offsets(chosen, route):
 
 @pytest.mark.parametrize("ends", [[2, 9], [5, 2], [-1, 3], [0, 0], [9, 9]])
 def test_offsets_that_are_wrong_leave_no_memory_unwritten(ends):
-    chosen = next(c for c in STACKED if c.contract.experts == 2)
+    chosen = next(c for c in STACKED if c.contract.weight.k == 384)
     _, tensors, texts = prepared(chosen, EXPERT_ROUTES[2])
     with poisoned():
         offsets = torch.tensor(ends, dtype=torch.int32, device="cuda")

@@ -65,10 +65,14 @@ CONFIGS = (
 )
 STACKED = [chosen for chosen in EXPERTS if chosen.contract.x is not FP32] + [
     case("table4", 2, 33, 64, 1, 32, FP16, bias=True, experts=3),
+    # Three tiles of columns, so that K has parts; a scale and bias are applied after their sum.
+    case("int4", 2, 40, 384, 1, 64, experts=2),
+    case("int8", 2, 40, 384, 40, 384, arithmetic="q", output_scale=True, bias=True, experts=3),
     case(
-        "int4", 2, 130, 128, 1, 64, arithmetic="(q-z)*s*t", zero=torch.int8, outer=BF16, experts=3
+        "int4", 2, 72, 384, 1, 64, arithmetic="(q-z)*s*t", zero=torch.int8, outer=BF16, bias=True,
+        experts=3,
     ),
-]
+]  # fmt: skip
 
 
 def fitting(config: str, contract: DequantMatmul) -> str:
