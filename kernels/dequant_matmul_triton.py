@@ -38,10 +38,17 @@ TILES = {
 
 @functools.cache
 def device() -> ModuleType:
-    """The device code; Triton is imported when a kernel first runs."""
+    """The device code."""
     from qinductor.kernels import dequant_matmul_triton_kernels
 
     return dequant_matmul_triton_kernels
+
+
+@functools.cache
+def _shared(device: torch.device) -> int:
+    """Bytes of shared memory that a program's tiles may take there; sm_86 and sm_89 have 99 KiB."""
+    properties = torch.cuda.get_device_properties(device)
+    return min(SHARED, getattr(properties, "shared_memory_per_block_optin", SHARED) * 9 // 10)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +75,14 @@ class Config:
                 f"no config of triton.mma: {text!r}; wanted such as 'm16.n64.k128.s4.w4.p3'"
             )
         return Config(*map(int, match.groups()))
+
+    def within(self, contract: DequantMatmul, limit: int) -> "Config":
+        """This config, or one of fewer stages and then rows that takes less shared memory."""
+        config = self
+        while config.shared(contract) > limit and (config.stages > 2 or config.bm > 16):
+            less = {"stages": config.stages - 1} if config.stages > 2 else {"bm": config.bm // 2}
+            config = dataclasses.replace(config, **less)
+        return config
 
     def shared(self, contract: DequantMatmul) -> int:
         """Bytes of shared memory that the pipeline takes, about."""
@@ -131,6 +146,8 @@ def launch(
     shape = (*x.shape[:-1], w.n)
     if x.stride(-1) != 1 or x.dim() == 3 and x.stride(0) != x.shape[1] * x.stride(1):
         x = x.contiguous()
+    if x.is_cuda:
+        config = config.within(contract, _shared(x.device))
     experts = 0 if offsets is None else offsets.shape[0]
     batch = x.shape[0] if x.dim() == 3 else 1
     m = x.shape[-2]
@@ -206,10 +223,7 @@ def heuristic(contract: DequantMatmul, m: int) -> Config:
         split *= 2
     wide = bm == 64 and bn * bk > 128 * 128  # 1-bit fields: W would fill the registers of 4 warps
     config = Config(bm, bn, bk, split, 8 if bm > 64 or wide else 4, 4 if bm > 64 else 3)
-    while config.shared(contract) > SHARED:
-        less = {"stages": config.stages - 1} if config.stages > 2 else {"bm": config.bm // 2}
-        config = dataclasses.replace(config, **less)
-    return config
+    return config.within(contract, SHARED)
 
 
 def reordered(

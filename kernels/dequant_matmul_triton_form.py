@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib.util
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -163,7 +164,11 @@ class Packed:
     reference = False
 
     def runs_on(self, target: str) -> bool:
-        return target.startswith("sm_") and int(target[3:]) >= 80  # tensor cores with bf16
+        # Tensor cores with bf16.
+        return target.startswith("sm_") and int(target[3:]) >= 80 and self.missing() is None
+
+    def missing(self) -> str | None:
+        return None if importlib.util.find_spec("triton") else "Triton is not installed"
 
     def why_not(self, contract: DequantMatmul) -> str | None:
         w = contract.weight
