@@ -60,10 +60,13 @@ def dequant_grouped_matmul(
 ) -> torch.Tensor:
     """x[T, K], sorted by expert, times the weight of each row's expert: [T, N]."""
     form, one, routes = _prepared(contract, plan)
+    if not x.shape[0]:
+        return x.new_empty((0, form.weight.n), dtype=form.out)
+    offsets = offsets.contiguous()
     # Where the rows of each expert end is known on the device alone: a provider that reads it there
     # waits for nothing, and can be captured in a CUDA graph.
     on_device = [route for route in routes if hasattr(route.provider, "grouped")]
-    if x.shape[0] and on_device:
+    if on_device:
         mean = -(-x.shape[0] // form.experts)
         route = next((r for r in on_device if mean <= r.limit), on_device[-1])
         provider: Any = route.provider

@@ -149,7 +149,7 @@ class WGMMA(Packed):
         return target == "sm_90" and self.missing() is None  # no other has wgmma
 
     def missing(self) -> str | None:
-        found: str | None = device().MISSING
+        found: str | None = super().missing() or device().MISSING
         return found
 
     def why_not(self, contract: DequantMatmul) -> str | None:

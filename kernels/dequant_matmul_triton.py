@@ -1,7 +1,7 @@
 """Providers of dequant_matmul in Triton, for sm_80 and up.
 
-`triton.mma` dequantises W in registers and multiplies by tensor cores, for any M; one launch does
-all experts. `triton.dequant_cublas` writes W out, dense, into a workspace of the call and has
+`triton.mma` dequantises W in registers and multiplies by tensor cores, for any M, and all experts
+at once. `triton.dequant_cublas` writes W out, dense, into a workspace of the call and has
 cuBLAS multiply: for large M, where that costs less than taking codes apart once for each tile.
 """
 
@@ -21,7 +21,7 @@ from qinductor.kernels.dequant_matmul_triton_form import Packed, device_form, wi
 from qinductor.rates import BANDWIDTH, RATE
 
 WORKSPACE = 512 << 20  # bytes of dense W at once
-SHARED = 220 << 10  # bytes of shared memory of a multiprocessor that a program may fill
+SHARED = 204 << 10  # bytes of shared memory that a program's tiles may take
 
 
 MEASURED = 1024  # rows beyond which other providers are faster by far
@@ -288,7 +288,10 @@ class DequantCublas(Packed):
         """x[T, K] of rows sorted by expert times stacked weights: [T, N]."""
         given, w = self._named(contract, packed), contract.weight
         aligned = contract.x is torch.bfloat16 and not w.n % 8 and not w.k % 8
-        if not aligned or {"bias", "output_scale"} & set(given):
+        fits = offsets.shape[0] * w.n * w.k * contract.x.itemsize <= WORKSPACE
+        # Elsewhere torch reads the offsets on the host.
+        waits = x.is_cuda and torch.cuda.get_device_capability(x.device)[0] not in (9, 10)
+        if waits or not (aligned and fits) or {"bias", "output_scale"} & set(given):
             mean = -(-x.shape[0] // offsets.shape[0])
             return launch(contract, x, given, heuristic(contract, mean), offsets)
         x = reordered(x, given.get("order"), offsets).contiguous()

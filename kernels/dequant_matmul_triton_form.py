@@ -187,8 +187,8 @@ class Packed:
             return f"the table is {short(w.table)}; it takes bf16, fp16 and fp32"
         if _floats(w.zero) and not _floats(w.inner):
             return f"a zero {short(w.zero)} is rounded to {short(w.inner)}; it takes integer zeros"
-        if w.codes in FLOAT_CODES and not _floats(w.inner):
-            return f"float codes less a zero in {short(w.inner)}; it takes integer codes"
+        if centred(w) and code_range(w.codes) is None and not _floats(w.inner):
+            return f"{w.codes} less a zero in {short(w.inner)}; it takes integer codes"
         if 0 < group(w) < 16:
             return f"{w.bk} columns share a scale; it takes multiples of 16, or whole rows"
         return None
@@ -196,7 +196,7 @@ class Packed:
     def operands(self, contract: DequantMatmul) -> dict[str, Spec]:
         w = contract.weight
         n, k = fragments.padded(w.n, w.k, widths(w))
-        groups = k // group(w) if group(w) else 1
+        groups = -(-k // group(w)) if group(w) else 1
         found: dict[str, Spec] = {
             f"fragments{width}": (fragments.words_shape(n, k, width), torch.int16)
             for width in widths(w)
@@ -225,7 +225,9 @@ class Packed:
         low, _ = code_range(form.codes) or (0, 0)
         codes = codes.view(torch.uint8) if form.codes in FLOAT_CODES else codes
         codes = (codes - low).to(torch.uint8) if low else codes.to(torch.uint8)
-        codes = pad(codes, (0, k - form.k, 0, n - form.n), value=_harmless(w.table))
+        # Columns past K repeat the last one, which is finite where a result is: x is 0 there.
+        codes = torch.cat([codes, codes[:, -1:].expand(-1, k - form.k)], 1)
+        codes = pad(codes, (0, 0, 0, n - form.n))
         place, tensors = form.bits, {}
         for width in widths(form):
             place -= width
@@ -270,11 +272,6 @@ def _names(provider: Packed, contract: DequantMatmul) -> tuple[str, ...]:
     return tuple(provider.operands(contract))
 
 
-def _harmless(table: torch.Tensor | None) -> int:
-    """A code that is a finite number: columns past K are multiplied by 0."""
-    return 0 if table is None else int(table.float().abs().nan_to_num(torch.inf).argmin())
-
-
 def _check_codes(contract: DequantMatmul, source: Operands) -> None:
     """Refused for values that the kernels do not compute as the reference does."""
     w, form = source.weight, contract.weight
@@ -285,7 +282,10 @@ def _check_codes(contract: DequantMatmul, source: Operands) -> None:
     exact = 256 if contract.x is torch.bfloat16 else 2048
     low, high = (int(v) + offset(contract) for v in (w.zero.min(), w.zero.max()))
     if low < -exact or high > exact:
-        raise Refused(f"zeros must be within {exact - offset(contract)}; they reach {w.zero.max()}")
+        least, most = (sign * exact - offset(contract) for sign in (-1, 1))
+        raise Refused(
+            f"zeros must be from {least} to {most}; they are {w.zero.min()} to {w.zero.max()}"
+        )
     least = int(w.codes.min()) - int(w.zero.max())
     most = int(w.codes.max()) - int(w.zero.min())
     if _floats(form.inner):

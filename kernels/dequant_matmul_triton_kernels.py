@@ -49,7 +49,7 @@ def _columns(
         q2 = _words(q2_ptr, expert, row, k, F.w2, N64, KP, R, BK)
     if F.group > 0:
         NG: tl.constexpr = groups_in(F, BK)
-        groups = KP // F.group
+        groups = tl.cdiv(KP, F.group)
         if F.scale:
             s = _grid(s_ptr, expert, row, k // F.group, groups, N64 * 64, R * 64, NG, F.compute)
         if F.zero:

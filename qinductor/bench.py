@@ -13,7 +13,7 @@ import torch
 
 from qinductor import tables, timing
 from qinductor.contracts import FLOAT_CODES, QuantizedWeight, dequantize
-from qinductor.errors import QinductorError
+from qinductor.errors import QinductorError, Refused
 from qinductor.formats import contract_of, rows_of, shape_of
 from qinductor.kernels.dequant_matmul import DEQUANT_MATMUL, DequantMatmul
 from qinductor.op import Op, Plan, routes_of, single, split
@@ -59,7 +59,10 @@ def main(arguments: list[str]) -> int:
     rows = rows_of(given.m)
     if given.plot:
         _pyplot()  # an error before the work, not after it
-    result = measured(contract, rows, given.device or _device())
+    try:
+        result = measured(contract, rows, given.device or _device())
+    except Refused as refused:
+        raise QinductorError(refused.reason) from refused
     print(text(result))
     if given.json:
         pathlib.Path(given.json).write_text(json.dumps(dataclasses.asdict(result), indent=1))

@@ -128,7 +128,7 @@ def _estimated(
     row = {}
     for name in others:
         route = routes_of(entry.providers[name], contract, m)[0]
-        row[route] = estimate(entry, name, contract)(m, at)
+        row[route] = estimate(entry, name, contract)(m * max(1, single(contract)[1]), at)
     return row
 
 

@@ -27,7 +27,7 @@ def contract_of(word: str, n: int, k: int) -> DequantMatmul:
     """The contract of x times a weight [n, k] of the format; x is bf16 unless the word ends in a
     dtype. OptionError with the valid words for any other."""
     rest = word.split("-")
-    x = DTYPES[rest.pop()] if rest[-1] in DTYPES else torch.bfloat16
+    x = DTYPES[rest.pop()] if len(rest) > 1 and rest[-1] in DTYPES else torch.bfloat16
     codes, *rest = rest
     if codes in WHOLE and not rest:
         name, block, more = WHOLE[codes]

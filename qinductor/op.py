@@ -43,6 +43,8 @@ class Provider(Protocol):
                                  measuring at m rows; its own choice first, never empty. A text has
                                  no blank, comma, colon or @. The packed tensors are those of every
                                  config. `run` then takes one more argument, `config`
+    batched, grouped             `run` for all experts at once, of stacked packed tensors:
+                                 `dequant_matmul_experts` calls them
     """
 
     name: str

@@ -155,7 +155,8 @@ def read(path: pathlib.Path) -> dict[str, Any]:
     try:
         entries: dict[str, Any] = json.loads(path.read_text())["entries"]
         for text, entry in entries.items():
-            if not re.match(r"\S+ \d+x\d+ \S", text) or not isinstance(entry["versions"], dict):
+            known = re.fullmatch(r"\S+ [1-9]\d*x[1-9]\d*( [^\s=]+=\S+)+", text)
+            if known is None or not isinstance(entry["versions"], dict):
                 raise ValueError(f"no entry: {text!r}")
             _times(entry["us"])
         return entries
@@ -181,7 +182,7 @@ def _times(us: Any) -> Times:
 
 def _called(entry: Entry) -> str:
     words = dict(word.split("=", 1) for word in entry.family.split(" "))
-    return f"{words['weight.codes']} {words['weight.arithmetic']} {words['weight.bk']}"
+    return " ".join(words.get(f"weight.{name}", "?") for name in ("codes", "arithmetic", "bk"))
 
 
 def _usable(entry: Entry, versions: Mapping[str, Any]) -> Times:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 COLD = 256 << 20  # bytes that calls rotate over, more than any cache holds
-MOST = 24  # copies of the operands, at most
+MOST = 64  # copies of the operands, at most
 WINDOW = 2e-3  # seconds that one sample takes at least, where calls are shorter
 SAMPLES = 7
 

@@ -304,6 +304,8 @@ def merge(
     with open(path.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         entries = tables.read(path)
+        if not entries and path.exists():  # what cannot be read is not written over
+            os.replace(path, path.with_suffix(".bad"))
         before = entries.get(key, {})
         kept = before["us"] if before.get("versions") == dict(now) else {}
         rows = {**kept, **{str(m): row for m, row in us.items()}}

@@ -386,7 +386,7 @@ WHY_NOT = (
             (weight_of(LESS_ZERO, zero=BF16, inner=torch.int8), "zero bf16", "integer zeros"),
             (
                 weight_of(LESS_ZERO, codes="float8_e4m3fn", inner=torch.int8),
-                "float codes less a zero in int8",
+                "float8_e4m3fn less a zero in int8",
                 "integer codes",
             ),
             (weight_of(INT4, bk=24), "24 columns share", "multiples of 16, or whole rows"),

@@ -13,7 +13,7 @@ from triton_cases import CONFIGS, CORNERS, CUBLAS, MMA, SMALL, STACKED, TAKEN, f
 import qinductor
 from qinductor.contracts import QuantizedWeight, dequantize, difference
 from qinductor.kernels import dequant_matmul_triton as family
-from qinductor.kernels.dequant_matmul import Case
+from qinductor.kernels.dequant_matmul import Case, case
 from qinductor.op import single
 from qinductor.testing import OUTPUTS
 
@@ -228,3 +228,31 @@ def test_offsets_that_are_wrong_leave_no_memory_unwritten(ends):
         offsets = torch.tensor(ends, dtype=torch.int32)
         out = ops.dequant_grouped_matmul(rows(chosen, 6), offsets, tensors, *texts)
     assert out.isfinite().all()
+
+
+def test_columns_past_k_are_finite_where_w_is():
+    """They are multiplied by 0: a code of their own would be -8 * 9000, infinite in fp16."""
+    chosen = case("int4", 2, 64, 192, 1, 64, FP16)
+    contract, (x, source) = chosen.contract, chosen.make()
+    codes = source.weight.codes.clamp(min=-7)
+    scale = torch.full_like(source.weight.scale, 9000.0)
+    source = dataclasses.replace(
+        source, weight=dataclasses.replace(source.weight, codes=codes, scale=scale)
+    )
+    x = x / 9000
+    out = call(x, packed(only(MMA.name), contract, source), contract, only(MMA.name))
+    assert out.isfinite().all() and dequantize(source.weight).isfinite().all()
+
+
+def test_no_rows_for_any_expert():
+    chosen = next(c for c in STACKED if not c.contract.bias)
+    contract = chosen.contract
+    sources = [Case("", 1, single(contract)[0]).make(i)[1] for i in range(contract.experts)]
+    plan = only(MMA.name)
+    held = plan.pack(qinductor.kernels.dequant_matmul.DEQUANT_MATMUL, contract, sources)
+    x = torch.zeros(0, contract.weight.k, dtype=contract.x)
+    offsets = torch.zeros(contract.experts, dtype=torch.int32)
+    out = torch.ops.qinductor.dequant_grouped_matmul(
+        x, offsets, list(held.values()), str(contract), str(plan)
+    )
+    assert out.shape == (0, contract.weight.n)

@@ -19,6 +19,7 @@ CORNERS = (
     *(case(f"int{bits}", 3, 20, 100, 1, 16, FP16, bias=True) for bits in range(1, 9)),
     *(case(f"table{bits}", 2, 33, 100, 1, 48) for bits in range(1, 9)),
     case("int4", 3, 130, 65, 1, 16),
+    case("int8", 3, 48, 640, 1, 512),  # of K, padded too, the last group is a part
     case("int4", 3, 64, 100, 1, 100, FP16, output_scale=True, bias=True),
     case("int4", 2, 64, 96, 64, 48, arithmetic="q/s"),
     case("uint4", 2, 200, 300, 96, 80, arithmetic="(q-z)*s", zero=torch.uint8),
