@@ -437,7 +437,7 @@ def test_report_as_data():
     (site,) = data["sites"]
     assert set(site) == {
         "where", "pattern", "lowered", "contract", "provider", "reason", "cost", "evaluations",
-        "variant",
+        "variant", "rung",
     }  # fmt: skip
     assert (data["lowered"], site["lowered"], data["target"]) == (1, True, "cpu")
 
