@@ -196,6 +196,18 @@ def int4_scales(scale: torch.Tensor) -> torch.Tensor:
     return torch.stack([scale, torch.zeros_like(scale)], -1).contiguous()
 
 
+def unchanged(contract: DequantMatmul) -> dict[str, Spec]:
+    """The tensors that are packed as they are."""
+    w = contract.weight
+    specs: dict[str, tuple[tuple[int, ...], torch.dtype | None]] = {
+        "table": ((1 << w.bits,), w.table),
+        "order": ((w.k,), torch.int64 if w.permuted else None),
+        "output_scale": ((w.n,), contract.output_scale),
+        "bias": ((w.n,), contract.x if contract.bias else None),
+    }
+    return {name: (shape, dtype) for name, (shape, dtype) in specs.items() if dtype is not None}
+
+
 class Reference:
     """The specification on the plainly packed weight: slow, never wrong."""
 
@@ -219,14 +231,10 @@ class Reference:
             ("scale", w.grid, w.scale),
             ("zero", w.grid, w.zero),
             ("outer", (w.n,), w.outer),
-            ("table", (1 << w.bits,), w.table),
-            ("order", (w.k,), torch.int64 if w.permuted else None),
-            ("output_scale", (w.n,), contract.output_scale),
-            ("bias", (w.n,), contract.x if contract.bias else None),
         ):
             if dtype is not None:
                 found[name] = shape, dtype
-        return found
+        return {**found, **unchanged(contract)}
 
     def pack(self, contract: DequantMatmul, source: Operands) -> dict[str, torch.Tensor]:
         w = source.weight

@@ -56,7 +56,7 @@ WORTH = 1.4  # configs estimated to take this many times the best one's are not 
 
 @functools.cache
 def device() -> ModuleType:
-    """The device code; Triton is imported when it is first asked for."""
+    """The device code."""
     from qinductor.kernels import dequant_matmul_gluon_kernels
 
     return dequant_matmul_gluon_kernels
@@ -171,7 +171,7 @@ class WGMMA(Packed):
         return super().why_not(contract)
 
     def seconds(self, contract: DequantMatmul) -> sympy.Expr:
-        # Fits three shapes x M = 128 to 4096 of int4 on an H200 to within 20 %.
+        # Of an H200's times (int4, three shapes, M = 128 to 4096) 29 % below to 17 % above.
         w = contract.weight
         products = 2 * w.n * w.k * sympy.Max(M, 128, evaluate=False)
         return 8e-6 + 1.12 * products / RATE
@@ -184,7 +184,7 @@ class WGMMA(Packed):
         contract: DequantMatmul,
         x: torch.Tensor,
         packed: Sequence[torch.Tensor],
-        config: str = "",
+        config: str | None = None,
     ) -> torch.Tensor:
         chosen = Config.parse(config or _configs(contract, x.shape[0])[0])
         return launch(contract, x, self._named(contract, packed), chosen)

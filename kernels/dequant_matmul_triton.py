@@ -22,9 +22,7 @@ from qinductor.rates import BANDWIDTH, RATE
 
 WORKSPACE = 512 << 20  # bytes of dense W at once
 SHARED = 204 << 10  # bytes of shared memory that a program's tiles may take
-
-
-MEASURED = 1024  # rows beyond which other providers are faster by far
+MEASURED = 1024  # of more rows only the first guess: others win (4096x4096, M = 4096: 244, 185 us)
 # Rows of x -> tiles worth a try: (rows of W, columns, warps, stages). Of 8 warps each 4 take 64
 # rows of W; sums of 128 x 64 fill the registers of 4.
 _FEW = [(bn, bk, 4, p) for bn in (64, 128) for bk in (128, 256) for p in (3, 5)]
@@ -110,7 +108,7 @@ class MMA(Packed):
         contract: DequantMatmul,
         x: torch.Tensor,
         packed: Sequence[torch.Tensor],
-        config: str = "",
+        config: str | None = None,
     ) -> torch.Tensor:
         chosen = Config.parse(config or self.configs(contract, x.shape[-2])[0])
         return launch(contract, x, self._named(contract, packed), chosen)
@@ -162,16 +160,13 @@ def launch(
     parts = out if split == 1 else x.new_empty((split, *shape), dtype=torch.float32)
     if split > 1 and experts:
         parts.zero_()
-    fields = [given[f"fragments{width}"] for width in widths(w)]
-    fields += [fields[0]] * (3 - len(fields))
-    grids = (given.get(f"fragments_{name}", x) for name in ("scale", "zero", "outer"))
     epilogue = given.get("output_scale", x), given.get("bias", x)
     form = device_form(contract)
     asm = not type(code.product).__name__.startswith("Interpreted")
     pdl = x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
     with torch.cuda.device_of(x):
         code.product[(tiles, -(-w.n // config.bn), split * batch)](
-            x, x.stride(-2), *fields, *grids, given.get("table", x), *epilogue,
+            x, x.stride(-2), *_packed(contract, given, x), *epilogue,
             x if offsets is None else offsets, parts, m, w.n, w.k, n // 64, k, split,
             F=form, E=experts, EP=1 << (experts - 1).bit_length() if experts else 0,
             BM=config.bm, BN=config.bn, BK=bk, PARTS=split > 1, STAGES=config.stages,
@@ -185,6 +180,23 @@ def launch(
                 num_warps=4, launch_pdl=pdl, enable_fp_fusion=False,
             )  # fmt: skip
     return out
+
+
+def _packed(
+    contract: DequantMatmul, given: Mapping[str, torch.Tensor], none: torch.Tensor
+) -> list[torch.Tensor]:
+    """W as the kernels take it: three fields, the first again for those that it has not; scale,
+    zero, outer scale and table, `none` for those that it has not."""
+    fields = [given[f"fragments{width}"] for width in widths(contract.weight)]
+    fields += [fields[0]] * (3 - len(fields))
+    others = "fragments_scale", "fragments_zero", "fragments_outer", "table"
+    return [*fields, *(given.get(name, none) for name in others)]
+
+
+def written_by(contract: DequantMatmul) -> tuple[int, int]:
+    """(columns, warps) of a program that writes W out; W of 256 columns spills with 4 warps."""
+    bk = fragments.columns(widths(contract.weight))
+    return bk, 4 if bk == 128 else 8
 
 
 @functools.lru_cache(4096)
@@ -313,17 +325,14 @@ def dense(
     code = kernels or device()
     w = contract.weight
     n, k = fragments.padded(w.n, w.k, widths(w))
-    fields = [given[f"fragments{width}"] for width in widths(w)]
     shape = (experts, count, w.k) if experts else (count, w.k)
-    out = fields[0].new_empty(shape, dtype=contract.x)
-    fields += [fields[0]] * (3 - len(fields))
-    grids = (given.get(f"fragments_{name}", out) for name in ("scale", "zero", "outer"))
-    bk = max(128, 256 // min(widths(w)))
+    out = next(iter(given.values())).new_empty(shape, dtype=contract.x)
+    bk, warps = written_by(contract)
     asm = not type(code.product).__name__.startswith("Interpreted")
     with torch.cuda.device_of(out):
         code.dequantise[(-(-w.k // bk), -(-count // 64), max(1, experts))](
-            *fields, *grids, given.get("table", out), out, count, w.k, n // 64, k, first,
-            F=device_form(contract), BN=64, BK=bk, ASM=asm, num_warps=4 if bk == 128 else 8,
+            *_packed(contract, given, out), out, count, w.k, n // 64, k, first,
+            F=device_form(contract), BN=64, BK=bk, ASM=asm, num_warps=warps,
             enable_fp_fusion=False,
         )  # fmt: skip
     return out

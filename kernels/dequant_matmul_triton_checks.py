@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from qinductor.kernels.dequant_matmul import BF16, FP16, FP32, NVFP4, DequantMatmul, case
-from qinductor.kernels.dequant_matmul_triton import MMA, Config, heuristic
-from qinductor.kernels.dequant_matmul_triton_form import device_form, widths
+from qinductor.kernels.dequant_matmul_triton import MMA, Config, heuristic, written_by
+from qinductor.kernels.dequant_matmul_triton_form import device_form
 from qinductor.triton_compile import Compiled, compiled
 
 Check = tuple[str, Callable[[], None]]
@@ -103,7 +103,8 @@ def build(
     parts = chosen.split > 1
     if parts:
         arguments["out_ptr"] = "*fp32"
-    bk = chosen.bk if kernel == "product" else max(128, 256 // min(widths(contract.weight)))
+    columns, written = written_by(contract)
+    bk = chosen.bk if kernel == "product" else columns
     constants = {
         "F": device_form(contract), "ASM": asm, "PDL": target >= 90, "PARTS": parts, "BK": bk,
         "BM": chosen.bm, "BN": chosen.bn if kernel == "product" else 64, "B": 256,
@@ -111,7 +112,7 @@ def build(
     }  # fmt: skip
     function = getattr(kernels, kernel)
     taken = {name: value for name, value in constants.items() if name in function.arg_names}
-    warps = {"product": chosen.warps, "dequantise": 4 if bk == 128 else 8, "sum_parts": 4}[kernel]
+    warps = {"product": chosen.warps, "dequantise": written, "sum_parts": 4}[kernel]
     return compiled(function, arguments, taken, target, num_warps=warps, enable_fp_fusion=False)
 
 

@@ -199,24 +199,12 @@ def _value(code, table_ptr, F: tl.constexpr, ASM: tl.constexpr):
     if F.kind == "table":
         if not ASM:
             out = tl.load(table_ptr + code.to(tl.int32))
-        elif T == tl.float32:  # no tl.load: it would be staged through shared memory
+        else:  # no tl.load: it would be staged through shared memory
+            WIDE: tl.constexpr = T == tl.float32
             out = tl.inline_asm_elementwise(
-                "ld.global.nc.b32 $0, [$1];",
-                "=r,l",
-                [table_ptr + code.to(tl.int32)],
-                T.value,
-                True,
-                1,
-            )
-        else:
-            out = tl.inline_asm_elementwise(
-                "ld.global.nc.b16 $0, [$1];",
-                "=h,l",
-                [table_ptr + code.to(tl.int32)],
-                T.value,
-                True,
-                1,
-            )
+                "ld.global.nc.b32 $0, [$1];" if WIDE else "ld.global.nc.b16 $0, [$1];",
+                "=r,l" if WIDE else "=h,l", [table_ptr + code.to(tl.int32)], T.value, True, 1,
+            )  # fmt: skip
     else:
         if F.kind == "magic":
             out = (code if ASM else code | _over(F)).to(T, bitcast=True)

@@ -20,7 +20,7 @@ from qinductor.contracts import (
 )
 from qinductor.errors import Refused
 from qinductor.kernels import fragments, packing
-from qinductor.kernels.dequant_matmul import DequantMatmul, Operands
+from qinductor.kernels.dequant_matmul import DequantMatmul, Operands, unchanged
 from qinductor.op import Spec
 
 NARROW = (torch.bfloat16, torch.float16)
@@ -158,7 +158,7 @@ def device_form(contract: DequantMatmul) -> Form:
 
 
 class Packed:
-    """What both providers share: the contracts that they take, and W's codes in fragments."""
+    """What the providers share: the contracts that they take, and W's codes in fragments."""
 
     dense = False
     reference = False
@@ -207,15 +207,7 @@ class Packed:
             found["fragments_zero"] = fragments.grid_spec(n, groups, zeros(contract))
         if w.outer is not None:
             found["fragments_outer"] = (n,), w.compute
-        for name, shape, dtype in (
-            ("table", (1 << w.bits,), w.table),
-            ("order", (w.k,), torch.int64 if w.permuted else None),
-            ("output_scale", (w.n,), contract.output_scale),
-            ("bias", (w.n,), contract.x if contract.bias else None),
-        ):
-            if dtype is not None:
-                found[name] = shape, dtype
-        return found
+        return {**found, **unchanged(contract)}
 
     def pack(self, contract: DequantMatmul, source: Operands) -> dict[str, torch.Tensor]:
         w, form = source.weight, contract.weight

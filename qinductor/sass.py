@@ -107,5 +107,9 @@ def _written(line: Line) -> range:
     if match is None or line.operation.startswith(_READERS):
         return range(0)
     wide = ".64" in line.operation or "WIDE" in line.operation
-    count = 4 if ".128" in line.operation else 2 if wide or line.operation == "CS2R" else 1
+    matrices = re.search(r"\.M\w*88\.([24])$", line.operation)  # of ldmatrix
+    if matrices is not None:
+        count = int(matrices[1])
+    else:
+        count = 4 if ".128" in line.operation else 2 if wide or line.operation == "CS2R" else 1
     return range(int(match[1]), int(match[1]) + count)
