@@ -31,7 +31,8 @@ def able(
     for name, provider in entry.providers.items():
         if not provider.runs_on(target) or (provider.dense and not dense):
             continue
-        reason = provider.why_not(contract)
+        missing = getattr(provider, "missing", None)
+        reason = (missing and missing()) or provider.why_not(contract)
         limit = limit_of(provider, contract, dense)
         if reason is None and m is not None and m > limit:
             reason = f"M is {m}; it takes up to {limit}"

@@ -28,7 +28,8 @@ class Provider(Protocol):
     It may also have:
 
     missing() -> str | None      what this machine lacks for it, hardware or software, in one
-                                 sentence; `python -m qinductor doctor` prints that
+                                 sentence: the reason why it is passed over here, which
+                                 `python -m qinductor doctor` prints too
     limit(contract, dense=False) -> int
                                  largest M that it takes, or up to which it is preferred over those
                                  that go further; `dense`: where a dense weight is allowed. Without

@@ -13,7 +13,7 @@ import torch
 
 import qinductor
 from qinductor import tables
-from qinductor.dispatch import SLACK, choose, planned
+from qinductor.dispatch import SLACK, able, choose, planned
 from qinductor.errors import Refused
 from qinductor.kernels.dequant_matmul import DEQUANT_MATMUL, DequantMatmul, case, reference
 from qinductor.op import GRID, INFINITE, Op, Plan
@@ -173,6 +173,12 @@ def test_the_reference_runs_only_what_nothing_else_can(gpu):
         toy.plan(INT4, TARGET, 101)
     with pytest.raises(Refused, match="no provider for sm_90 takes it: only the reference"):
         op_of().plan(INT4, TARGET, 1)
+
+
+def test_a_provider_that_misses_something_is_passed_over_with_the_reason(gpu):
+    entry = op_of(Fake("here", missing=lambda: None), Fake("lacks", missing=lambda: "no Triton"))
+    limits, reasons = able(entry, INT4, TARGET, 1)
+    assert "here" in limits and "lacks" not in limits and reasons == ["lacks: no Triton"]
 
 
 def test_a_dense_provider_only_where_it_is_allowed(gpu):

@@ -157,7 +157,7 @@ qinductor.load()
 from qinductor.kernels.dequant_matmul import DEQUANT_MATMUL
 from qinductor.kernels import dequant_matmul_gluon_kernels as device
 provider = DEQUANT_MATMUL.providers["gluon.wgmma"]
-assert not provider.runs_on("sm_90") and list(device.compile_checks()) == []
+assert list(device.compile_checks()) == []
 print(provider.missing())
 """
 

@@ -261,7 +261,7 @@ def test_an_input_on_another_device_fails_as_it_does_without_us():
     model, x, errors = Int8(), X.to("meta"), []
     for backend in ("eager", "qinductor"):
         torch._dynamo.reset()
-        with pytest.raises(Exception, match="meta and cpu") as error:
+        with pytest.raises(Exception, match="meta(,| and) cpu") as error:
             torch.compile(model, backend=backend)(x)
         errors.append(error.type)
     assert errors[0] is errors[1]
@@ -277,6 +277,9 @@ def test_fake_tensors_through_a_compiled_model():
     check(run, model, X)
 
 
+TRACING = "using FX to symbolically trace a dynamo-optimized function"
+
+
 def test_two_threads_compile_two_models():
     start, failed = threading.Barrier(2), []
     contracts = {torch.bfloat16: "bf16 x int8", torch.float32: "fp32 x int8"}
@@ -286,6 +289,12 @@ def test_two_threads_compile_two_models():
             model, x = Int8(), X.to(dtype)
             run = compiled(model)
             start.wait()
+            while qinductor.last_report() is None:
+                try:  # before 2.14 torch takes the other thread's tracing for its own
+                    run(x)
+                except RuntimeError as error:
+                    if TRACING not in str(error):
+                        raise
             for _ in range(20):
                 check(run, model, x)
             assert qinductor.last_report().sites[0].contract.startswith(contracts[dtype])

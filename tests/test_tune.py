@@ -302,7 +302,8 @@ def test_what_was_measured_is_planned_by_at_once(tmp_path, monkeypatch):
 
 # The command ----------------------------------------------------------------------------------
 
-TINY = ["--shapes", "64x128,32x64", "--formats", "int4-g32", "--m", "1,16"]
+ON_CPU = ["--device", "cpu"]  # the names of CPU providers are asserted, also beside a GPU
+TINY = [*ON_CPU, "--shapes", "64x128,32x64", "--formats", "int4-g32", "--m", "1,16"]
 
 
 @pytest.fixture
@@ -395,7 +396,7 @@ def test_tune_a_model(tmp_path, capsys, monkeypatch, quick):
     monkeypatch.syspath_prepend(os.path.dirname(__file__))
     file = tmp_path / "model.py"
     file.write_text(FACTORY)
-    assert main(["tune", f"{file}:factory", "--m", "1", "--out", str(tmp_path)]) == 0
+    assert main(["tune", f"{file}:factory", *ON_CPU, "--m", "1", "--out", str(tmp_path)]) == 0
     assert "2 weights on A CPU" in capsys.readouterr().out
     sizes = [name.split()[1] for name in tables.read(tmp_path / "A_CPU_1_thread.json")]
     assert sizes == ["64x128", "128x64"], "with a bias or without: one entry"
@@ -520,7 +521,7 @@ def test_the_clock(monkeypatch):
 
 # The benchmark --------------------------------------------------------------------------------
 
-BENCH = ["bench", "dequant_matmul", "--shape", "64x128", "--m", "1,16"]
+BENCH = ["bench", "dequant_matmul", *ON_CPU, "--shape", "64x128", "--m", "1,16"]
 
 
 def test_bench(tmp_path, capsys, quick):

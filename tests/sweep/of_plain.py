@@ -451,6 +451,7 @@ def top(p: torch.Tensor) -> torch.Tensor:
 
 BLOCK = "float8_e4m3fn[256,256] block-128x128 scale fp32"
 CAPTURE = (("capture_dynamic_output_shape_ops", True),)
+ROWS = ("torch>=2.13",)  # whose _scaled_mm on a CPU takes a scale for each row
 
 CASES: tuple[Case, ...] = (
     lower("plain_pytorch/decode_m1_int4", one_row, "int4[4096,256] group-64 scale bf16", rows=1),
@@ -492,9 +493,9 @@ CASES: tuple[Case, ...] = (
     leave("plain_pytorch/moe_dense_all_experts_einsum", DENSE, all_experts),
     leave("plain_pytorch/int4pack_mm_for_cpu", OPAQUE, torch_int4),
     leave("plain_pytorch/int8_w8a8_int_mm", INTEGER, integer_product),
-    leave("plain_pytorch/fp8_per_token_scaled_mm", INTEGER, scaled_mm),
+    leave("plain_pytorch/fp8_per_token_scaled_mm", INTEGER, scaled_mm, needs=ROWS),
     leave("plain_pytorch/fp8_per_tensor_static_scaled_mm", INTEGER, static_scaled_mm),
-    leave("plain_pytorch/fp8_qkv_shared_quant", INTEGER, shared_quantiser),
+    leave("plain_pytorch/fp8_qkv_shared_quant", INTEGER, shared_quantiser, needs=ROWS),
     leave("plain_pytorch/fp8_block_scaled_mm_v2", f"{INTEGER}; {GPU}"),
     leave("plain_pytorch/nvfp4_scaled_mm_v2", f"{INTEGER}; {GPU}"),
     leave("plain_pytorch/silu_and_mul_token_group_quant", QUANTISER,

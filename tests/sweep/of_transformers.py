@@ -253,11 +253,12 @@ def deepseek(name: str) -> Made:
 
 CASES: tuple[Case, ...] = (
     lower("transformers/gguf_q4_0_dequant", partial(gguf, 2, 18), "int4[128,256] group-32",
-          symbolic=True),
+          symbolic=True, needs=("transformers>=5.24",)),
     lower("transformers/gguf_q8_0_dequant", partial(gguf, 8, 34), "int8[128,256] group-32"),
     lower("transformers/hf_fp8_block_loader_dequant", fp8_blocks,
           "float8_e4m3fn[256,256] block-128x128 scale fp32"),
-    lower("transformers/bitnet_bitlinear", bitnet, "2[128,256]", casts=True),
+    lower("transformers/bitnet_bitlinear", bitnet, "2[128,256]", casts=True,
+          needs=("torch>=2.13",)),  # 2.11 leaves out roundings of x whatever it is told
     lower("transformers/gpt_oss_mxfp4_dequant_batched", mxfp4_batched,
           "float4_e2m1fn[", "group-32", symbolic=True),
     lower("transformers/gpt_oss_mxfp4_moe_grouped_mm", partial(gpt_oss, True),
@@ -284,7 +285,8 @@ CASES: tuple[Case, ...] = (
                   n_routed_experts=8, n_group=2, topk_group=1, num_experts_per_tok=2,
                   n_shared_experts=1, q_lora_rank=64, kv_lora_rank=64, qk_nope_head_dim=32,
                   qk_rope_head_dim=16, v_head_dim=32)),
-    leave("transformers/hf_compressed_tensors_fp8_linear", INTEGER, scaled_product),
+    leave("transformers/hf_compressed_tensors_fp8_linear", INTEGER, scaled_product,
+          needs=("torch>=2.13",)),
     leave("transformers/hf_fp8_linear_block_dynamic", OPAQUE,
           partial(fp8_linear, K, (128, 128))),
     leave("transformers/hf_fp8_linear_tensor_static", OPAQUE,

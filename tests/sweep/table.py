@@ -7,6 +7,7 @@ module of that library: how many products are lowered, and to which contracts; o
 import contextlib
 import dataclasses
 import functools
+import importlib.metadata
 import importlib.util
 import re
 import zlib
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from packaging.requirements import Requirement
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
@@ -72,6 +74,7 @@ class Case:
     casts    whether Inductor must round where eager does, because x is quantised in the graph
     extra    whether it is a variant of ours, beyond the catalogue
     rows     of x
+    needs    requirements that the installed packages must meet beside the library
     """
 
     name: str
@@ -85,6 +88,7 @@ class Case:
     casts: bool = False
     extra: bool = False
     rows: int = M
+    needs: tuple[str, ...] = ()
 
     @property
     def library(self) -> str:
@@ -120,11 +124,21 @@ def need(library: str) -> None:
         pytest.skip(f"{name} is not installed; {INSTALL}")
 
 
+def meets(requirement: str) -> None:
+    """Skips the test if a package, which is installed, does not meet the requirement."""
+    wanted = Requirement(requirement)
+    got = importlib.metadata.version(wanted.name)
+    if not wanted.specifier.contains(got, prereleases=True):
+        pytest.skip(f"{wanted.name} is {got}; wanted {wanted.specifier}")
+
+
 @contextlib.contextmanager
 def built(case: Case) -> Iterator[Made]:
     """What the row builds, from a seed of its own, inside of its settings."""
     assert case.make is not None
     need(case.library)
+    for requirement in case.needs:
+        meets(requirement)
     torch.manual_seed(zlib.crc32(case.name.encode()))
     with torch.no_grad(), torch._dynamo.config.patch(dict(case.dynamo)):
         made = case.make()
