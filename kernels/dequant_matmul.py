@@ -144,7 +144,8 @@ def dequant_matmul(
         return x.new_empty((0, form.weight.n), dtype=form.out)
     for route in routes:
         if m <= route.limit:
-            return route.run(form, x, [packed[i] for i in route.take])
+            out: torch.Tensor = route.run(form, x, [packed[i] for i in route.take])
+            return out
     raise RuntimeError(f"dequant_matmul: the plan {plan} has no provider for M = {m}")
 
 

@@ -248,9 +248,11 @@ class Matching:
         Small ones (a table, say) may serve weights of other graphs, and are not worth it.
         """
         values = {leaf: node.meta["val"] for node, leaf in scope.leaves.items()}
+        restorable = [slot for slot in self.slots if slot.weight is not None]
         elsewhere = {leaf for slot in self.slots for leaf in slot.leaves[len(slot.region[2]) :]}
+        elsewhere |= {leaf for s in self.slots if s.weight is None for leaf in s.leaves}
         large: set[Leaf] = set()
-        for slot in self.slots:
+        for slot in restorable:
             weight = {leaf: values[leaf].nbytes for leaf in slot.region[2] if leaf in values}
             large.update(leaf for leaf in weight if SMALL * weight[leaf] >= sum(weight.values()))
         called = names(self.gm)
@@ -292,7 +294,7 @@ class Matching:
             lowering.pack,
             lowering.weight.key,
         )
-        if self.replaces:
+        if self.replaces and lowering.op.weight is not None:
             slot.weight = lowering.op, lowering.op.weight(lowering.contract)[1]
         if self.packs:
             with unset_fake_temporarily(), torch.no_grad():

@@ -191,6 +191,8 @@ def _value(kind: Any, name: str, text: str) -> Any:
         return text
     if kind is int and text.isdecimal():
         return int(text)
+    if kind in (float, float | None):
+        return float(text)
     if kind is bool and text in ("True", "False"):
         return text == "True"
     dtype = getattr(torch, text, None)

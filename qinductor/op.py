@@ -69,8 +69,9 @@ class Provider(Protocol):
         That of the reference holds all of it: its `whole(contract, packed)` gives `source` back."""
 
     @property
-    def run(self) -> Callable[..., torch.Tensor]:
-        """(contract, x [M, K], packed) -> the result, for 1 <= M <= limit."""
+    def run(self) -> Callable[..., Any]:
+        """(contract, x [M, K], packed) -> the result, for 1 <= M <= limit; x is a sequence where
+        the operator has several activations."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -80,15 +81,15 @@ class Op:
     reference    plain torch, the specification
     cost         contract -> {"bytes", "flops"} as sympy expressions in M
     weight       contract -> (operator that makes the weight from the reference's packed tensors,
-                 contract of the weight alone, which it takes)
+                 contract of the weight alone, which it takes); None where there is no weight
     providers    by name
     """
 
     name: str
     contract: type
-    reference: Callable[..., torch.Tensor]
+    reference: Callable[..., Any]
     cost: Callable[[Any], dict[str, sympy.Expr]]
-    weight: Callable[[Any], tuple[str, Any]]
+    weight: Callable[[Any], tuple[str, Any]] | None = None
     providers: dict[str, Provider] = dataclasses.field(default_factory=dict)
 
     def register(self, provider: Provider) -> None:
@@ -267,8 +268,8 @@ class Route(NamedTuple):
     provider: Provider
     config: str | None
 
-    def run(self, contract: Any, x: torch.Tensor, packed: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The product; takes the contract of one weight and the packed tensors in `take`."""
+    def run(self, contract: Any, x: Any, packed: Sequence[torch.Tensor]) -> Any:
+        """The result; takes the contract of one weight and the packed tensors in `take`."""
         if self.config is None:
             return self.provider.run(contract, x, packed)
         return self.provider.run(contract, x, packed, config=self.config)

@@ -62,6 +62,7 @@ def restore(graph: Graph, scope: Scope) -> Iterator[tuple[Slot, list[torch.Tenso
             entry = held((body, None, leaves), scope.arguments)
             assert entry is not None and entry.weight is not None and entry.axes is not None
             (op, contract), axes = entry.weight, entry.axes
+            assert op.weight is not None
             operands = op.operands(contract)
             signature, key = f"weight\n{body}\n{axes}\n{contract}", (body, axes, leaves)
             slot = Slot(where(node), signature, leaves, tuple(operands), None, key, entry.weight)

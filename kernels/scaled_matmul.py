@@ -1,0 +1,211 @@
+"""Products of quantised activations and quantised weights: codes times codes.
+
+| tensor | shape                                               | dtype                             |
+|--------|-----------------------------------------------------|-----------------------------------|
+| a      | [M, K], rows contiguous                             | float8_e4m3fn, float8_e5m2, int8  |
+| scale  | [M, K / group], any strides; [1] of a whole tensor  | `scale`                           |
+| packed | by provider; `operands` has the plain form          |                                   |
+| result | [M, N], contiguous                                  | `out`                             |
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import sympy
+import torch
+
+from qinductor.contracts import Hashed, QuantizedWeight, WeightFormat, parse, render, short
+from qinductor.kernels import packing
+from qinductor.op import LIBRARY, M, Op, Plan, Route, Spec, op
+
+FP32, FP64 = torch.float32, torch.float64
+
+
+@dataclasses.dataclass(frozen=True)
+class ScaledMatmul(Hashed):
+    """out[m, n] = sum_k a[m, k] sa[m, k // group] q[n, k] s[n // bn, k // bk] (+ bias[n]).
+
+    Sums of a block are exact for int8, in float32 for float8; one rounding, to `out`.
+
+    weight  codes int8, float8 or int4; arithmetic "q" or "q*s"; `dtype`, `compute` float32
+    a       dtype of the activation's codes
+    group   elements along k that share a scale of a: k where each row has one; 0: the whole tensor
+    scale   dtype of sa
+    out     dtype of the result
+    bias    dtype of bias[n], added in float32; None: there is none
+    """
+
+    weight: WeightFormat
+    a: torch.dtype
+    group: int
+    scale: torch.dtype
+    out: torch.dtype
+    bias: torch.dtype | None = None
+
+    __hash__ = Hashed.__hash__
+
+    def __str__(self) -> str:
+        return render(self)
+
+    @property
+    def granularity(self) -> str:
+        """The usual name of the activation's group: tensor, token or group-<size>."""
+        return {0: "tensor", self.weight.k: "token"}.get(self.group, f"group-{self.group}")
+
+    @property
+    def summary(self) -> str:
+        """The contract as the report prints it, in the field's terms."""
+        w = self.weight
+        words = [
+            f"{short(self.a)} {self.granularity} scale {short(self.scale)} x",
+            f"{w.codes}[{w.n},{w.k}] {w.granularity}",
+            f"scale {short(w.scale)}" if w.scale is not None else "",
+            f"-> {short(self.out)}",
+            "+bias" if self.bias is not None else "",
+        ]
+        return " ".join(filter(None, words))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Operands:
+    """What a pattern proved: the weight and the bias [N]."""
+
+    weight: QuantizedWeight
+    bias: torch.Tensor | None = None
+
+
+def reference(
+    contract: ScaledMatmul, a: torch.Tensor, scale: torch.Tensor, operands: Operands
+) -> torch.Tensor:
+    """out[M, N], in plain torch: the specification. Each block of k that has one scale on either
+    side is summed on its own, exactly; the scaled sums are added in float32."""
+    c, w = contract, contract.weight
+    q, s = operands.weight.codes, operands.weight.scale
+    step = min(w.bk, c.group or w.k)
+    sa = scale.to(FP32).reshape(-1, 1) if not c.group else scale.to(FP32)
+    sw = None if s is None else s.to(FP32).repeat_interleave(w.bn, 0)[: w.n]
+    out = a.new_zeros((a.shape[0], w.n), dtype=FP32)
+    for start in range(0, w.k, step):
+        columns = slice(start, min(start + step, w.k))
+        part = (a[:, columns].to(FP64) @ q[:, columns].to(FP64).t()).to(FP32)
+        part = part if sw is None else part * sw[:, start // w.bk]
+        out = out + part * sa[:, start // (c.group or w.k), None]
+    return (out if operands.bias is None else out + operands.bias.to(FP32)).to(c.out)
+
+
+def cost(contract: ScaledMatmul) -> dict[str, sympy.Expr]:
+    """Bytes that must move and operations, in M."""
+    c, w = contract, contract.weight
+    weight = w.n * w.k * w.bits // 8 + w.grid[0] * w.grid[1] * (w.scale.itemsize if w.scale else 0)
+    row = w.k * c.a.itemsize + w.n * c.out.itemsize
+    row += (w.k // c.group if c.group else 0) * c.scale.itemsize
+    return {"bytes": sympy.Integer(weight) + M * row, "flops": 2 * M * w.n * w.k}
+
+
+SCALED_MATMUL = op(Op("scaled_matmul", ScaledMatmul, reference, cost))
+
+LIBRARY.define(
+    "scaled_matmul(Tensor a, Tensor scale, Tensor[] packed, str contract, str plan) -> Tensor",
+    tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag),
+)
+
+
+@torch.library.impl(LIBRARY, "scaled_matmul", "CompositeExplicitAutograd")
+def scaled_matmul(
+    a: torch.Tensor,
+    scale: torch.Tensor,
+    packed: Sequence[torch.Tensor],
+    contract: str,
+    plan: str,
+) -> torch.Tensor:
+    """a[M, K] times the packed weight: [M, N]. `contract` and `plan` are printed values."""
+    form, routes = _prepared(contract, plan)
+    m = a.shape[0]
+    if m == 0:
+        return a.new_empty((0, form.weight.n), dtype=form.out)
+    for route in routes:
+        if m <= route.limit:
+            out: torch.Tensor = route.run(form, (a, scale), [packed[i] for i in route.take])
+            return out
+    raise RuntimeError(f"scaled_matmul: the plan {plan} has no provider for M = {m}")
+
+
+@functools.cache
+def _prepared(contract: str, plan: str) -> tuple[ScaledMatmul, tuple[Route, ...]]:
+    form = parse(ScaledMatmul, contract)
+    return form, Plan.parse(plan).routes(SCALED_MATMUL, form)
+
+
+@torch.library.register_fake("qinductor::scaled_matmul", lib=LIBRARY)
+def _(
+    a: torch.Tensor,
+    scale: torch.Tensor,
+    packed: Sequence[torch.Tensor],
+    contract: str,
+    plan: str,
+) -> torch.Tensor:
+    form = parse(ScaledMatmul, contract)
+    return a.new_empty((a.shape[0], form.weight.n), dtype=form.out)
+
+
+class Reference:
+    """The specification itself: slow, never wrong."""
+
+    name = "reference"
+    dense = False
+    reference = True
+
+    def runs_on(self, target: str) -> bool:
+        return True
+
+    def why_not(self, contract: ScaledMatmul) -> str | None:
+        return None
+
+    def operands(self, contract: ScaledMatmul) -> dict[str, Spec]:
+        return operands(contract)
+
+    def pack(self, contract: ScaledMatmul, source: Operands) -> dict[str, torch.Tensor]:
+        return pack(contract, source)
+
+    def run(
+        self,
+        contract: ScaledMatmul,
+        inputs: Sequence[torch.Tensor],
+        packed: Sequence[torch.Tensor],
+    ) -> torch.Tensor:
+        a, scale = inputs
+        return reference(contract, a, scale, self.whole(contract, packed))
+
+    def whole(self, contract: ScaledMatmul, packed: Sequence[torch.Tensor]) -> Operands:
+        """The proved weight back from its packed tensors."""
+        named = dict(zip(self.operands(contract), packed, strict=True))
+        codes = packing.unpack(contract.weight, packed[0])
+        return Operands(
+            QuantizedWeight(contract.weight, codes, named.get("scale")), named.get("bias")
+        )
+
+
+def operands(contract: ScaledMatmul) -> dict[str, Spec]:
+    """The weight as it is: 8-bit codes [N, K], fewer bits as `packing` packs them; its scales."""
+    w = contract.weight
+    found = dict([packing.operand(w)])
+    if w.scale is not None:
+        found["scale"] = w.grid, w.scale
+    if contract.bias is not None:
+        found["bias"] = (w.n,), contract.bias
+    return found
+
+
+def pack(contract: ScaledMatmul, source: Operands) -> dict[str, torch.Tensor]:
+    """The packed tensors of `operands`."""
+    w = source.weight
+    tensors = {
+        packing.operand(w.format)[0]: packing.pack(w.format, w.codes),
+        "scale": w.scale,
+        "bias": source.bias,
+    }
+    return {name: t.contiguous() for name, t in tensors.items() if t is not None}
+
+
+SCALED_MATMUL.register(Reference())
