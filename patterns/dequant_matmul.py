@@ -23,7 +23,8 @@ from torch.fx import Graph, Node
 from qinductor.contracts import QuantizedWeight, short
 from qinductor.errors import Refused
 from qinductor.kernels.dequant_matmul import DEQUANT_MATMUL, DequantMatmul, Operands
-from qinductor.pattern import Lowering, Planner
+from qinductor.op import Plan
+from qinductor.pattern import Lowering, Part, Planner
 from qinductor.patterns.products import (
     ANCHORS,
     LOOKUPS,
@@ -34,6 +35,7 @@ from qinductor.patterns.products import (
     rows_of,
     sides,
 )
+from qinductor.patterns.siblings import is_faster, joined, joined_contract, siblings
 from qinductor.patterns.weight_formats.identify import Structure, identify
 from qinductor.patterns.weight_formats.prove import read
 from qinductor.regions import (
@@ -43,6 +45,7 @@ from qinductor.regions import (
     PRODUCTS,
     VIEWS,
     Axes,
+    Leaf,
     Region,
     Scope,
     aten,
@@ -98,6 +101,29 @@ class Parts:
         )
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Found:
+    """One product, proved: its regions and their leaves, and the product scale it absorbs."""
+
+    product: Product
+    parts: Parts
+    scaled: tuple[tuple[Node, Node], ...]
+    leaves: tuple[Leaf, ...]
+    contract: DequantMatmul
+    operands: tuple[Operands, ...]
+    evaluations: tuple[int, int]
+
+    @property
+    def signature(self) -> str:
+        """Equal for products of which the same is proved of the same leaves."""
+        return "\n".join([*(r.signature for r in self.parts.regions), str(self.contract)])
+
+    def plan(self, planner: Planner, contract: DequantMatmul) -> Plan:
+        """The plan of a contract for the rows of this product."""
+        m = rows_of(self.product)
+        return planner(DEQUANT_MATMUL, contract, m if isinstance(m, int) else None)
+
+
 class DequantMatmulPattern:
     """Lowers products of an activation and a dequantised constant weight."""
 
@@ -124,43 +150,83 @@ class DequantMatmulPattern:
                         yield value
 
     def lower(self, node: Node, scope: Scope, planner: Planner) -> Lowering:
-        """The lowering of one product, or Refused."""
-        product = product_of(node, scope)
-        parts, scaled = _parts(product, scope)
-        leaves = tuple(leaf for region in parts.regions for leaf in region.leaves)
-        values = [scope.value(leaf) for leaf in leaves]
-        known = scope.known(parts.weight)
-        operands, evaluations = self._identified(parts, values, known)
-        contract = _contract(product, parts, operands)
-        m = rows_of(product)
-        plan = planner(DEQUANT_MATMUL, contract, m if isinstance(m, int) else None)
+        """The lowering of one product, and of those that are computed with it; or Refused."""
+        first = self._found(node, scope)
+        sites, contract = [first], first.contract
+        plan = first.plan(planner, contract)
+        others = [] if plan.whole or not plan.us else self._siblings(first, scope)
+        if others:
+            together = joined_contract([site.contract for site in (first, *others)])
+            whole = first.plan(planner, together)
+            alone = [plan, *(site.plan(planner, site.contract) for site in others)]
+            if is_faster(whole, alone):
+                sites, contract, plan = [first, *others], together, whole
 
-        def packed(found: tuple[Operands, ...]) -> dict[str, torch.Tensor]:
-            return plan.pack(DEQUANT_MATMUL, contract, found if contract.experts else found[0])
+        def packed(found: Sequence[tuple[Operands, ...]]) -> dict[str, torch.Tensor]:
+            operands = found[0] if len(found) == 1 else (joined(found, contract),)
+            return plan.pack(
+                DEQUANT_MATMUL, contract, operands if contract.experts else operands[0]
+            )
+
+        formats = [(site.parts, len(site.leaves), site.contract) for site in sites]  # no weights
 
         def pack(
             tensors: Sequence[torch.Tensor], known: Sequence[Operands] | None = None
         ) -> dict[str, torch.Tensor]:
-            found, _ = self._identified(parts, tensors, known)
-            _check_format(found[0].weight, contract)
+            rest, found = list(tensors), []
+            for parts, count, form in formats:
+                mine = [rest.pop(0) for _ in range(count)]
+                found.append(self._identified(parts, mine, known)[0])
+                _check_format(found[-1][0].weight, form)
             return packed(found)
 
         return Lowering(
             op=DEQUANT_MATMUL,
             contract=contract,
             plan=plan,
-            operator=product.operator,
-            form=product.form,
+            operator=first.product.operator,
+            form=first.product.form,
             replaced=node,
-            inputs=product.inputs,
-            bypassed=scaled,
-            leaves=leaves,
-            signature="\n".join([*(r.signature for r in parts.regions), str(contract)]),
-            weight=parts.weight,
+            inputs=first.product.inputs,
+            bypassed=tuple(pair for site in sites for pair in site.scaled),
+            leaves=tuple(leaf for site in sites for leaf in site.leaves),
+            signature="\n".join([*(site.signature for site in sites), str(contract)]),
+            weight=first.parts.weight,
             pack=pack,
-            packed=lambda: packed(operands),
-            evaluations=evaluations,
+            packed=lambda: packed([site.operands for site in sites]),
+            evaluations=first.evaluations,
+            parts=tuple(
+                Part(site.product.node, site.contract.weight.n, site.contract.summary)
+                for site in sites
+                if len(sites) > 1
+            ),
         )
+
+    def _found(self, node: Node, scope: Scope) -> "Found":
+        """What one product was proved to be, or Refused."""
+        product = product_of(node, scope)
+        parts, scaled = _parts(product, scope)
+        leaves = tuple(leaf for region in parts.regions for leaf in region.leaves)
+        values = [scope.value(leaf) for leaf in leaves]
+        operands, evaluations = self._identified(parts, values, scope.known(parts.weight))
+        contract = _contract(product, parts, operands)
+        return Found(product, parts, scaled, leaves, contract, operands, evaluations)
+
+    def _siblings(self, first: "Found", scope: Scope) -> list["Found"]:
+        """Later products of the same x that one operator can compute with this one."""
+        found = []
+        for node in siblings(first.product.node, first.product.inputs[0]):
+            try:
+                if any(is_quantized(side, scope) for side in sides(node)):
+                    other = self._found(node, scope)
+                    both = [first, other]
+                    if all(site.product.form == "plain" for site in both):
+                        joined_contract([site.contract for site in both])
+                        joined([site.operands for site in both], None)
+                        found.append(other)
+            except Refused:
+                continue  # it has a row of its own
+        return found
 
     def _identified(
         self,

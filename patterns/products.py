@@ -75,6 +75,7 @@ def is_quantized(side: Node, scope: Scope) -> bool:
     value = side.meta["val"]
     if value.dim() < 2 or not value.dtype.is_floating_point:
         return False
+    value = (_unexpanded(side) or side).meta["val"]
     elements = math.prod(size for size in value.shape if isinstance(size, int))
     codes = [n for n in order if n.op != "call_function" and holds_codes(n, elements)]
     sized = [n for n in order if n in scope.leaves and _has_codes_dtype(n)]

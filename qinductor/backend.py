@@ -7,8 +7,6 @@ let Inductor compile what is left. At every call `Compiled` resolves the packed 
 import copy
 import dataclasses
 import functools
-import hashlib
-import pathlib
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -17,7 +15,6 @@ from typing import Any
 import torch
 from torch._functorch._aot_autograd import descriptors
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Graph, GraphModule, Node
 
@@ -25,7 +22,8 @@ from qinductor.errors import QinductorError, Refused, RequiredPatternError
 from qinductor.freed import MESSAGE, is_freed, parts, unable
 from qinductor.op import costs
 from qinductor.options import Options, unknown
-from qinductor.pattern import Lowering, Pattern, where
+from qinductor.passes import inductor_options, patches_of
+from qinductor.pattern import Lowering, Part, Pattern, where
 from qinductor.regions import Leaf, Scope
 from qinductor.report import Report, Site, remember
 from qinductor.retrace import Retrace, names, scope_of
@@ -80,7 +78,7 @@ def qinductor(
 
     @functools.cache
     def unfused() -> Callable[..., Any]:
-        stock = _inductor_options(chosen)
+        stock = inductor_options(chosen)
         return torch.compile(retrace.graph, backend="inductor", options=stock)
 
     first = Variant(compiled, Resolver(matching.slots, matching.reads), matching.frees)
@@ -90,66 +88,9 @@ def qinductor(
 
 def _compiled(gm: GraphModule, inputs: Sequence[Any], matching: "Matching") -> Callable[..., Any]:
     inner = matching.inner_compile if matching.packs else matching.skip_compile
-    patches = _patches(matching.options, matching)
+    patches = patches_of(matching.options, matching)
     compiled: Any = compile_fx(gm, list(inputs), inner_compile=inner, config_patches=patches)
     return compiled  # type: ignore[no-any-return]
-
-
-def _inductor_options(options: Options) -> dict[str, Any]:
-    """Inductor's options as the user gave them."""
-    of_mode = torch._inductor.list_mode_options(options.mode) if options.mode else {}
-    return {**of_mode, **dict(options.inductor)}
-
-
-def _patches(options: Options, matching: "Matching") -> dict[str, Any]:
-    """Inductor's options for this compile: the user's, and our pass after the user's own."""
-    patches = _inductor_options(options)
-    before = patches.get(
-        "joint_custom_pre_pass", getattr(torch._inductor.config, "joint_custom_pre_pass", None)
-    )
-    passes = list(before) if isinstance(before, (list, tuple)) else [before]
-    patches["joint_custom_pre_pass"] = Passes([p for p in passes if p is not None], matching)
-    # On CUDA it turns products of one row into mul and sum before any pass sees them.
-    patches["coordinate_descent_tuning"] = False
-    return patches
-
-
-class Passes(CustomGraphPass):
-    """The user's passes, then ours, in the one slot that torch 2.11 has."""
-
-    def __init__(self, others: Sequence[Callable[[Graph], None]], ours: "Matching") -> None:
-        self.others, self.ours = others, ours
-
-    def __call__(self, graph: Graph) -> None:
-        for other in self.others:
-            other(graph)
-        self.ours(graph)
-
-    def uuid(self) -> Any:
-        """Names all that the rewritten graph depends on and does not itself contain.
-
-        None (never cached) if a pass of the user's does not say what it is.
-        """
-        others = [p.uuid() if isinstance(p, CustomGraphPass) else None for p in self.others]
-        if any(other is None for other in others):
-            return None
-        return f"qinductor {_sources()} {self.ours.options} {others}"
-
-    def __getstate__(self) -> Any:
-        return self.uuid()
-
-
-@functools.cache
-def _sources() -> str:
-    """A digest of our own source, since a changed fake would make cached code stale."""
-    digest = hashlib.sha256()
-    root = pathlib.Path(__file__).parent
-    paths = [*root.glob("*.py")]
-    for folder in (root / "kernels", root / "patterns"):  # below root, `**` does not follow links
-        paths += folder.rglob("*.py")
-    for path in sorted(paths):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
 
 
 class Matching:
@@ -197,6 +138,7 @@ class Matching:
         self.ran = False
         self.failed: str | None = None
         self.rewritten: Graph | None = None
+        self.together: dict[Node, tuple[Site, Part]] = {}  # products that an earlier site computes
 
     def __call__(self, graph: Graph) -> None:
         """The pass itself; also called on the bodies of higher-order operators."""
@@ -223,6 +165,9 @@ class Matching:
             for node in list(pattern.candidates(graph, scope)):
                 site = Site(where(node), pattern.name)
                 self.report.sites.append(site)
+                if node in self.together:
+                    _join(site, *self.together.pop(node))
+                    continue
                 try:
                     if blocked is not None:
                         raise Refused(blocked)
@@ -304,6 +249,11 @@ class Matching:
         site.lowered, site.provider = True, lowering.plan.summary
         site.rung = lowering.plan.rung
         self._account(lowering)
+        for part in lowering.parts[1:]:
+            self.together[part.node] = site, part
+        if lowering.parts:
+            site.contract = lowering.parts[0].contract
+            site.provider += f", {len(lowering.parts)} products of x as one"
 
     def _account(self, lowering: Lowering) -> None:
         known = {(slot.signature, slot.leaves) for slot in self.slots[:-1]}
@@ -390,6 +340,12 @@ class Matching:
             raise RequiredPatternError(
                 f"{len(missed)} sites of a required pattern were not lowered\n{self.report}"
             )
+
+
+def _join(site: Site, first: Site, part: Part) -> None:
+    """Fills the row of a product that is computed together with an earlier one."""
+    site.lowered, site.contract, site.rung = True, part.contract, first.rung
+    site.provider, site.evaluations = f"with {first.where}", first.evaluations
 
 
 def _target(device: torch.device) -> str:

@@ -85,7 +85,8 @@ def _planned(
     if found is not None and measured:
         some = f" for M {min(measured)} to {max(measured)}, else {unmeasured}"
         rung = found.rung + some * (len(measured) < len(points))
-    return Plan(steps, rung=rung)
+    us = tuple(row[route] for row, route in zip(rows, routes, strict=True))
+    return Plan(steps, rung=rung, us=() if target == "cpu" else us)
 
 
 def _near(m: int) -> int:
@@ -117,7 +118,8 @@ def _measured(
 def _estimated(
     entry: Op, contract: Any, target: str, limits: Mapping[str, int], m: int
 ) -> dict[str, float]:
-    """Times at m rows by the providers' own estimates; the reference's if it is the only one.
+    """Microseconds at m rows by the providers' own estimates; the reference's if it is the only
+    one.
 
     On a CPU there are no rates: the provider of the smallest limit, which is the preferred one."""
     at, m = rates(target), min(m, GRID[-1])
@@ -129,7 +131,7 @@ def _estimated(
     row = {}
     for name in others:
         route = routes_of(entry.providers[name], contract, m)[0]
-        row[route] = estimate(entry, name, contract)(m * max(1, single(contract)[1]), at)
+        row[route] = 1e6 * estimate(entry, name, contract)(m * max(1, single(contract)[1]), at)
     return row
 
 

@@ -168,11 +168,14 @@ class Plan:
 
     whole  whether the reference's tensors are packed as well, so that the weight can be restored
     rung   what it was chosen by: "tuned here", "tuned for <device>", "heuristic", "limits"
+    us     microseconds that it is expected to take at this M, or at each of GRID and beyond; empty
+           where nothing is known
     """
 
     steps: tuple[tuple[int, str], ...]
     whole: bool = False
     rung: str = dataclasses.field(default="", compare=False)
+    us: tuple[float, ...] = dataclasses.field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         for _, route in self.steps:

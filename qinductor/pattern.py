@@ -3,7 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.fx import Graph, Node
@@ -13,6 +13,15 @@ from qinductor.regions import Leaf, Region, Scope
 
 # (operator, contract, M or None where it is symbolic) -> the providers to run it, or Refused.
 Planner = Callable[[Op, Any, int | None], Plan]
+
+
+class Part(NamedTuple):
+    """One of several products of an activation that one operator computes: `columns` of its result
+    are the value of `node`."""
+
+    node: Node
+    columns: int
+    contract: str
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -33,6 +42,8 @@ class Lowering:
                         hold no values
     packed              () -> the packed tensors of the present weights; explain does not call it
     evaluations         (on probes, whole) evaluations of the region that identification took now
+    parts               the products that are computed together, `replaced` the first of them; none
+                        where there is one alone
     """
 
     op: Op
@@ -49,6 +60,7 @@ class Lowering:
     pack: Callable[..., dict[str, torch.Tensor]]
     packed: Callable[[], dict[str, torch.Tensor]]
     evaluations: tuple[int, int]
+    parts: tuple[Part, ...] = ()
 
 
 class Pattern(Protocol):

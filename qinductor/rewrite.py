@@ -4,7 +4,7 @@ A freed weight that a graph needs itself is such a site, too: it is made from it
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from qinductor.errors import Refused
 from qinductor.freed import is_freed
 from qinductor.op import Spec
-from qinductor.pattern import Lowering, where
+from qinductor.pattern import Lowering, Part, where
 from qinductor.regions import Axes, Scope, behind, extract
 from qinductor.store import Slot
 from qinductor.weights import held, seed, shared
@@ -31,12 +31,32 @@ def rewrite(graph: Graph, lowering: Lowering) -> list[torch.Tensor]:
     for node, operand in lowering.bypassed:
         _check(node.meta["val"], operand.meta["val"], str(node.target))
     operands = lowering.plan.operands(lowering.op, lowering.contract)
-    build = functools.partial(_inserted, lowering=lowering)
-    node, fakes = _made(graph, lowering.replaced, operands, build)
+    parts = lowering.parts or (Part(lowering.replaced, 0, ""),)
+    nodes: list[Node] = []
+
+    def build(insert: Insert, holders: list[Node]) -> Node:
+        nodes.append(_inserted(insert, holders, lowering))
+        if lowering.parts:
+            nodes[:] = _cut(insert, nodes[0], lowering.parts)
+        return nodes[0]
+
+    _, fakes = _made(graph, lowering.replaced, operands, build)
     for absorbed, operand in lowering.bypassed:
         absorbed.replace_all_uses_with(operand)
-    lowering.replaced.replace_all_uses_with(node)
+    for part, node in zip(parts, nodes, strict=True):
+        part.node.replace_all_uses_with(node)
     return fakes
+
+
+def _cut(insert: Insert, whole: Node, parts: Sequence[Part]) -> list[Node]:
+    """The parts of a result that was computed together, laid out as the products were."""
+    aten, start, nodes = torch.ops.aten, 0, []
+    for part in parts:
+        node = insert(aten.slice.Tensor, whole, 1, start, start + part.columns)
+        nodes.append(insert(aten.clone.default, node, memory_format=torch.contiguous_format))
+        _check(part.node.meta["val"], nodes[-1].meta["val"], str(part.node.target))
+        start += part.columns
+    return nodes
 
 
 def restore(graph: Graph, scope: Scope) -> Iterator[tuple[Slot, list[torch.Tensor]]]:

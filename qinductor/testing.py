@@ -22,8 +22,9 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from qinductor import tables
-from qinductor.backend import Matching, _patches
+from qinductor.backend import Matching
 from qinductor.options import Options
+from qinductor.passes import patches_of
 from qinductor.report import Report
 
 WIDTH = 96  # columns of a graph's text
@@ -71,7 +72,7 @@ def rewritten(
         values = [real.get(id(value), value) for value in inputs]
         matching = _Recording(gm, values, chosen, packs=False)
         with mock.patch.object(joint_graph, "lazy_init"), contextlib.suppress(_Stop), untuned():
-            compile_fx(gm, list(inputs), config_patches=_patches(chosen, matching))
+            compile_fx(gm, list(inputs), config_patches=patches_of(chosen, matching))
         found.append(Rewritten(matching.before, matching.after, matching.report))
         return gm.forward
 

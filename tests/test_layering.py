@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import qinductor
-from qinductor import backend
+from qinductor import passes
 from qinductor.op import OPS
 
 ROOT = Path(__file__).parents[1]
@@ -109,7 +109,7 @@ def test_weight_formats_know_no_operator_and_no_pattern(path):
 def test_compiled_code_is_keyed_by_every_source(monkeypatch):
     read = []
     monkeypatch.setattr(Path, "read_bytes", lambda path: read.append(path.resolve()) or b"")
-    backend._sources.__wrapped__()
+    passes._sources.__wrapped__()
     assert set(read) >= {*CORE, *KERNELS, *PATTERNS}
 
 
