@@ -1,4 +1,4 @@
-"""The device code of the Triton family in Triton's interpreter, which runs it on the CPU."""
+"""The device code of a Triton family in Triton's interpreter, which runs it on the CPU."""
 
 import contextlib
 import functools
@@ -18,9 +18,20 @@ from triton.runtime.jit import JITFunction
 
 from qinductor.kernels import dequant_matmul_triton
 
-_DECODE = "qinductor.kernels.dequant_matmul_triton_decode"
-_KERNELS = "qinductor.kernels.dequant_matmul_triton_kernels"
-_DTYPES = {tl.bfloat16: torch.bfloat16, tl.float16: torch.float16, tl.float32: torch.float32}
+# Of each family the device modules; later ones import from earlier ones.
+_MODULES = {
+    "dequant_matmul_triton": ("dequant_matmul_triton_decode", "dequant_matmul_triton_kernels"),
+    "quantize_triton": ("quantize_triton_numbers", "quantize_triton_kernels"),
+    "scaled_matmul_triton": ("scaled_matmul_triton_kernels",),
+}
+_DTYPES = {
+    tl.bfloat16: torch.bfloat16,
+    tl.float16: torch.float16,
+    tl.float32: torch.float32,
+    tl.float8e4nv: torch.float8_e4m3fn,
+    tl.float8e5: torch.float8_e5m2,
+}
+_NARROW = (tl.bfloat16, tl.float8e4nv, tl.float8e5)  # what the interpreter has the bits of
 _convert = interpreter._convert_float
 _dot = interpreter.InterpreterBuilder.create_dot
 _patch_lang, _patch_tensor = interpreter._patch_lang, interpreter._patch_lang_tensor
@@ -28,8 +39,9 @@ _LANGUAGE = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
 
 
 @contextlib.contextmanager
-def device() -> Iterator[ModuleType]:
+def device(host: ModuleType = dequant_matmul_triton) -> Iterator[ModuleType]:
     """Meanwhile the family's kernels are interpreted, and none can be compiled."""
+    kernels = _kernels(host.__name__.rpartition(".")[2])
     with contextlib.ExitStack() as stack:
         for where, name, repaired in (
             (interpreter, "_convert_float", _rounded),
@@ -38,7 +50,7 @@ def device() -> Iterator[ModuleType]:
             (interpreter.InterpreterBuilder, "get_bf16", _constant),
             # What Triton's own library is made of was compiled when it was imported.
             (JITFunction, "__call__", lambda self, *a, **k: _interpreted(self.fn)(*a, **k)),
-            (dequant_matmul_triton, "device", _kernels),
+            (host, "device", lambda: kernels),
         ):
             stack.enter_context(mock.patch.object(where, name, repaired, create=True))
         # At each call Triton would change its language, and change less of it back afterwards.
@@ -46,41 +58,46 @@ def device() -> Iterator[ModuleType]:
         stack.enter_context(mock.patch.object(interpreter, "_patch_lang", _unchanged))
         stack.enter_context(triton.knobs.runtime.scope())
         triton.knobs.runtime.interpret = True
-        yield _kernels()
+        yield kernels
 
 
 @functools.cache
-def _kernels() -> ModuleType:
+def _kernels(family: str) -> ModuleType:
     """Copies of the device modules, of which `triton.jit` made interpreted functions."""
     copies = {}
-    with mock.patch.dict(sys.modules):
-        for name in (_DECODE, _KERNELS):  # the second imports from the first
+    with mock.patch.dict(sys.modules), triton.knobs.runtime.scope():
+        triton.knobs.runtime.interpret = True
+        for name in (f"qinductor.kernels.{module}" for module in _MODULES[family]):
             spec = importlib.util.find_spec(name)
             assert spec is not None and spec.loader is not None
             copies[name] = sys.modules[name] = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(copies[name])
-    return copies[_KERNELS]
+    return copies[name]
 
 
 _interpreted = functools.cache(interpreter.InterpretedFunction)
 
 
 def _rounded(data: Any, source: Any, target: Any, mode: Any) -> Any:
-    """Conversions of bf16 as torch has them; the interpreter's own carry no rounding over."""
-    if tl.bfloat16 not in (source, target) or not {source, target} <= set(_DTYPES):
+    """Conversions of narrow floats as torch has them; the interpreter's own carry no rounding
+    over."""
+    if not {source, target} & set(_NARROW) or not {source, target} <= set(_DTYPES):
         return _convert(data, source, target, mode)
     held = torch.from_numpy(np.array(data, order="C").view(f"i{data.itemsize}"))
     out = held.view(_DTYPES[source]).to(_DTYPES[target])
-    bits = torch.int16 if out.itemsize == 2 else torch.int32
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32}[out.itemsize]
     return out.view(bits).numpy().view(f"u{out.itemsize}")
 
 
 def _summed(self: Any, a: Any, b: Any, d: Any, *more: Any) -> Any:
-    """tl.dot of bf16: the interpreter multiplies the bits."""
-    if a.dtype.scalar != tl.bfloat16:
+    """tl.dot of narrow floats: the interpreter multiplies the bits."""
+    if a.dtype.scalar not in _NARROW:
         return _dot(self, a, b, d, *more)
     wide = [
-        interpreter.TensorHandle(self.cast_impl(t, tl.float32).data, tl.float32) for t in (a, b)
+        interpreter.TensorHandle(
+            _rounded(t.data, t.dtype.scalar, tl.float32, None).view("f4"), tl.float32
+        )
+        for t in (a, b)
     ]
     return _dot(self, *wide, d, *more)
 
