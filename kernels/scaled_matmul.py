@@ -34,6 +34,10 @@ class ScaledMatmul(Hashed):
     scale   dtype of sa
     out     dtype of the result
     bias    dtype of bias[n], added in float32; None: there is none
+    fast    whether tensor cores may sum float8 products with the fewer bits that they keep by
+            themselves (`use_fast_accum`)
+    fused   whether the product with sa and the sum with the bias are one operation, rounded once:
+            then K is one block
     """
 
     weight: WeightFormat
@@ -42,6 +46,8 @@ class ScaledMatmul(Hashed):
     scale: torch.dtype
     out: torch.dtype
     bias: torch.dtype | None = None
+    fast: bool = False
+    fused: bool = False
 
     __hash__ = Hashed.__hash__
 
@@ -62,7 +68,8 @@ class ScaledMatmul(Hashed):
             f"{w.codes}[{w.n},{w.k}] {w.granularity}",
             f"scale {short(w.scale)}" if w.scale is not None else "",
             f"-> {short(self.out)}",
-            "+bias" if self.bias is not None else "",
+            "" if self.bias is None else "+bias, fused" if self.fused else "+bias",
+            "fast sums" if self.fast else "",
         ]
         return " ".join(filter(None, words))
 
@@ -82,16 +89,16 @@ def reference(
     side is summed on its own, exactly; the scaled sums are added in float32."""
     c, w = contract, contract.weight
     q, s = operands.weight.codes, operands.weight.scale
-    step = min(w.bk, c.group or w.k)
-    sa = scale.to(FP32).reshape(-1, 1) if not c.group else scale.to(FP32)
+    step, wide = min(w.bk, c.group or w.k), FP64 if c.fused else FP32
+    sa = scale.to(wide).reshape(-1, 1) if not c.group else scale.to(wide)
     sw = None if s is None else s.to(FP32).repeat_interleave(w.bn, 0)[: w.n]
-    out = a.new_zeros((a.shape[0], w.n), dtype=FP32)
+    out = a.new_zeros((a.shape[0], w.n), dtype=wide)
     for start in range(0, w.k, step):
         columns = slice(start, min(start + step, w.k))
         part = (a[:, columns].to(FP64) @ q[:, columns].to(FP64).t()).to(FP32)
         part = part if sw is None else part * sw[:, start // w.bk]
-        out = out + part * sa[:, start // (c.group or w.k), None]
-    return (out if operands.bias is None else out + operands.bias.to(FP32)).to(c.out)
+        out = out + part.to(wide) * sa[:, start // (c.group or w.k), None]
+    return (out if operands.bias is None else out + operands.bias.to(wide)).to(FP32).to(c.out)
 
 
 def cost(contract: ScaledMatmul) -> dict[str, sympy.Expr]:

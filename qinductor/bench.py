@@ -1,5 +1,6 @@
-"""`python -m qinductor bench dequant_matmul`: times by M of the providers, of what the dispatcher
-picks, of stock Inductor's code and of the dense product, beside the device's floor."""
+"""`python -m qinductor bench dequant_matmul` (or scaled_matmul): times by M of the providers, of
+what the dispatcher picks, of stock Inductor's code and of the dense product, beside the device's
+floor."""
 
 import argparse
 import dataclasses
@@ -14,13 +15,15 @@ import torch
 from qinductor import tables, timing
 from qinductor.contracts import FLOAT_CODES, QuantizedWeight, dequantize
 from qinductor.errors import QinductorError, Refused
-from qinductor.formats import contract_of, rows_of, shape_of
-from qinductor.kernels.dequant_matmul import DEQUANT_MATMUL, DequantMatmul
+from qinductor.formats import Contract, contract_of, op_of, rows_of, shape_of
+from qinductor.kernels.dequant_matmul import DEQUANT_MATMUL
+from qinductor.kernels.scaled_matmul import SCALED_MATMUL
 from qinductor.op import Op, Plan, routes_of, single, split
 from qinductor.rates import evaluator, rates, roofline
-from qinductor.tune import Timer, Tuner, Weight, plain, triton
+from qinductor.tune import ScaledWeight, Timer, Tuner, Weight, plain, triton, weight_of
 
 ROWS = "1,4,16,64,256,1024,4096"
+FORMATS = {DEQUANT_MATMUL.name: "int4-g128", SCALED_MATMUL.name: "fp8-row"}  # the default ones
 STOCK, DENSE, CHOSEN = "stock Inductor", "dense (torch linear)", "qinductor"
 
 
@@ -47,15 +50,18 @@ def main(arguments: list[str]) -> int:
 
     Errors: QinductorError for bad input and for a plot without matplotlib."""
     parser = argparse.ArgumentParser(prog="python -m qinductor bench", description=__doc__)
-    parser.add_argument("op", choices=["dequant_matmul"])
+    parser.add_argument("op", choices=list(FORMATS))
     parser.add_argument("--shape", default="4096x4096", metavar="NxK")
-    parser.add_argument("--format", default="int4-g128")
+    parser.add_argument("--format", help=f"default {', '.join(FORMATS.values())}")
     parser.add_argument("--m", default=ROWS)
     parser.add_argument("--plot", metavar="OUT.png", help="draws the times; needs matplotlib")
     parser.add_argument("--json", metavar="OUT.json", help="writes the same as data")
     parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where it is")
     given = parser.parse_args(arguments)
-    contract = plain(contract_of(given.format, *shape_of(given.shape)))
+    word = given.format or FORMATS[given.op]
+    contract = plain(contract_of(word, *shape_of(given.shape)))
+    if op_of(contract).name != given.op:
+        raise QinductorError(f"{word} is a format of {op_of(contract).name}, not of {given.op}")
     rows = rows_of(given.m)
     if given.plot:
         _pyplot()  # an error before the work, not after it
@@ -76,13 +82,13 @@ def _device() -> str:
 
 
 def measured(
-    contract: DequantMatmul, rows: Sequence[int], device: str, op: Op = DEQUANT_MATMUL,
-    timer: Timer | None = None,
-) -> Result:  # fmt: skip
+    contract: Contract, rows: Sequence[int], device: str, timer: Timer | None = None
+) -> Result:
     """The times of every contender at each M."""
+    op = op_of(contract)
     tuner = Tuner(device, tables.own(), op, timer)  # knows what can run here
     target, limits, timer = tuner.target, tuner.limits(contract), tuner.timer
-    weight = Weight(op, contract, device)
+    weight = weight_of(op, contract, device)
     plan = op.plan(contract, target, None)
     found = {name: weight.function(name)[1] for name in [p.name for p in plan.providers(op)]}
     us: dict[str, dict[int, float]] = {name: {} for name in (*limits, CHOSEN, STOCK, DENSE)}
@@ -96,8 +102,9 @@ def measured(
         x = weight.x(m)
         tensors = _packed(op, plan, contract, found)
         us[CHOSEN][m] = timer(timing.rotated(_dispatched(op, contract, plan), x, tensors), device)
-        us[STOCK][m] = timer(_stock(weight, x), device)
-        dense = timing.rotated(torch.nn.functional.linear, x, weight.w)
+        if not isinstance(weight, ScaledWeight):
+            us[STOCK][m] = timer(_stock(weight, x), device)
+        dense = timing.rotated(torch.nn.functional.linear, *weight.dense(m))
         us[DENSE][m] = timer(dense, device)
     _say("")
     at, least = rates(target), evaluator(roofline(op.cost(contract)))
@@ -141,6 +148,8 @@ def _dispatched(op: Op, contract: Any, plan: Plan) -> Callable[..., torch.Tensor
     """(x, packed) -> what the operator gives, as a compiled graph calls it."""
     operator = getattr(torch.ops.qinductor, op.name)
     texts = str(contract), str(plan)
+    if op is SCALED_MATMUL:
+        return lambda x, packed: operator(*x, packed, *texts)
     return lambda x, packed: operator(x, packed, *texts)
 
 

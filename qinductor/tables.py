@@ -124,9 +124,11 @@ def family(contract: Any) -> tuple[str, int, int]:
     out: it moves no more than one row of the result, and who cannot add it says so in `why_not`.
     """
     words = dict(word.split("=", 1) for word in str(contract).split(" "))
-    n, k = words.pop("weight.n"), words.pop("weight.k")
-    for name, size, letter in (("weight.bn", n, "N"), ("weight.bk", k, "K")):
-        words[name] = letter if words[name] == size else words[name]
+    n = words.pop("weight.n", "1")  # of a quantiser, whose K is its own
+    k = words.pop("weight.k", None) or words.pop("k")
+    for name, size, letter in (("weight.bn", n, "N"), ("weight.bk", k, "K"), ("group", k, "K")):
+        if words.get(name) == size:
+            words[name] = letter
     for name in ("bias", "output_scale"):
         words.pop(name, None)
     return " ".join("=".join(pair) for pair in words.items()), int(n), int(k)
@@ -197,9 +199,10 @@ def _usable(entry: Entry, versions: Mapping[str, Any]) -> Times:
 
 @functools.lru_cache(4096)
 def _kin(words: str) -> tuple[str | None, ...]:
-    """What families of one kin have in common: bits and kind of the codes, dtype of x, experts."""
+    """What families of one kin have in common: bits and kind of W's codes, dtype of x or of the
+    codes of a, experts."""
     held = dict(word.split("=", 1) for word in words.split(" "))
     codes = held.get("weight.codes", "")
     for pattern, kind in ((r"u?int", "int"), (r"float4.*", "table4"), (r"float8.*", "float8")):
         codes = re.sub(f"^{pattern}", kind, codes)
-    return codes, held.get("x"), held.get("experts")
+    return codes, held.get("x"), held.get("a"), held.get("experts")

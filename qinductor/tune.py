@@ -21,9 +21,11 @@ from qinductor import tables, timing
 from qinductor.contracts import dequantize
 from qinductor.dispatch import able
 from qinductor.errors import QinductorError, Refused
-from qinductor.formats import contract_of, rows_of, shape_of
-from qinductor.kernels.dequant_matmul import DEQUANT_MATMUL, Case, DequantMatmul, Operands
-from qinductor.op import GRID, Op, Plan, Provider, routes_of, single, split
+from qinductor.formats import Contract, contract_of, op_of, rows_of, shape_of
+from qinductor.kernels import scaled_matmul_cases as scaled
+from qinductor.kernels.dequant_matmul import DEQUANT_MATMUL, Case
+from qinductor.kernels.scaled_matmul import SCALED_MATMUL, ScaledMatmul
+from qinductor.op import GRID, OPS, Op, Plan, Provider, routes_of, single, split
 from qinductor.testing import OUTPUTS, product_oracle
 
 SHAPES = "4096x4096,28672x4096,4096x14336"
@@ -44,7 +46,7 @@ def main(arguments: list[str], made: Factory) -> int:
     device = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
     tuner = Tuner(device, pathlib.Path(given.out) if given.out else tables.own())
     if given.factory:
-        contracts = found_in(DEQUANT_MATMUL, *made(given.factory))
+        contracts = found_in(OPS[given.op], *made(given.factory))
     else:
         sizes = [shape_of(word) for word in given.shapes.split(",")]
         words = given.formats.split(",")
@@ -76,7 +78,10 @@ def _parser() -> argparse.ArgumentParser:
         "factory", nargs="?", metavar="FILE.py:FACTORY",
         help="a function that returns (module, args, kwargs): tunes the weights found in it",
     )  # fmt: skip
-    parser.add_argument("--op", default="dequant_matmul", choices=["dequant_matmul"])
+    parser.add_argument(
+        "--op", default=DEQUANT_MATMUL.name, choices=[DEQUANT_MATMUL.name, SCALED_MATMUL.name],
+        help="which of the model's products FILE.py:FACTORY stands for; formats name their own",
+    )  # fmt: skip
     parser.add_argument("--shapes", default=SHAPES, help=f"NxK,...; default {SHAPES}")
     parser.add_argument("--formats", default=FORMATS, help=f"default {FORMATS}")
     parser.add_argument("--m", help=f"default {','.join(map(str, GRID))}")
@@ -106,8 +111,10 @@ def found_in(op: Op, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     return list(asked)
 
 
-def plain(contract: DequantMatmul) -> DequantMatmul:
+def plain(contract: Contract) -> Contract:
     """The contract whose entry serves those with a bias or a scale of the product, too."""
+    if isinstance(contract, ScaledMatmul):
+        return dataclasses.replace(contract, bias=None)
     return dataclasses.replace(contract, bias=False, output_scale=None)
 
 
@@ -151,9 +158,10 @@ class Tuner:
     """
 
     def __init__(
-        self, device: str, folder: pathlib.Path, op: Op = DEQUANT_MATMUL,
+        self, device: str, folder: pathlib.Path, op: Op | None = None,
         timer: Timer | None = None,
     ) -> None:  # fmt: skip
+        """op: in place of each contract's own."""
         self.device, self.op, self.timer = device, op, timer or timing.microseconds
         self.target = "cpu"
         if device == "cuda":
@@ -166,7 +174,7 @@ class Tuner:
         self.wrong: list[str] = []
 
     def tune(
-        self, contract: DequantMatmul, rows: Sequence[int], stop: float, again: bool,
+        self, contract: Contract, rows: Sequence[int], stop: float, again: bool,
         said: Callable[[str, int], None] = lambda line, rows: None,
     ) -> bool:  # fmt: skip
         """Measures a contract at each M, ascending, that is not measured yet; False if the time
@@ -175,7 +183,8 @@ class Tuner:
         if not limits:
             said(f"{contract.summary}: no provider for {self.target}", len(rows))
             return True
-        key, now = tables.key(self.op.name, contract), versions(self.op, limits)
+        op = self.op_of(contract)
+        key, now = tables.key(op.name, contract), versions(op, limits)
         entry = tables.read(self.path).get(key, {})
         known = set() if again or entry.get("versions") != now else set(map(int, entry["us"]))
         todo = [m for m in rows if m not in known]
@@ -185,7 +194,7 @@ class Tuner:
         for m in sorted(todo):
             if time.monotonic() > stop:
                 return False
-            weight = weight or Weight(self.op, contract, self.device)
+            weight = weight or weight_of(op, contract, self.device)
             row = self.row(weight, m, limits, hopeless)
             if row:
                 merge(self.path, self.name, key, now, {m: row})
@@ -194,12 +203,16 @@ class Tuner:
             said(f"{contract.summary} M={m}: {best} {row.get(best, 0):.1f} us", 1)
         return True
 
-    def limits(self, contract: DequantMatmul) -> dict[str, int]:
+    def op_of(self, contract: Contract) -> Op:
+        return self.op or op_of(contract)
+
+    def limits(self, contract: Contract) -> dict[str, int]:
         """Largest M of each provider that can run a contract, the reference left out."""
         found: dict[str, int] = {}
+        op = self.op_of(contract)
         for dense in (True, False):
-            for name, limit in able(self.op, contract, self.target, None, dense)[0].items():
-                if not self.op.providers[name].reference:
+            for name, limit in able(op, contract, self.target, None, dense)[0].items():
+                if not op.providers[name].reference:
                     found[name] = max(limit, found.get(name, 0))
         return found
 
@@ -212,7 +225,7 @@ class Tuner:
         passed over unless they are the provider's own choice for this M."""
         best: dict[str, float] = {}
         for name in (name for name, limit in limits.items() if m <= limit):
-            choice, *others = routes_of(self.op.providers[name], weight.contract, m)
+            choice, *others = routes_of(weight.op.providers[name], weight.contract, m)
             times: dict[str, float] = {}
             for route in [choice, *(other for other in others if other not in hopeless)]:
                 try:
@@ -242,17 +255,31 @@ class Tuner:
 class Weight:
     """A random weight of a contract, packed for whichever provider is asked for."""
 
-    def __init__(self, op: Op, contract: DequantMatmul, device: str) -> None:
+    def __init__(self, op: Op, contract: Any, device: str) -> None:
         self.op, self.contract, self.device = op, contract, device
-        self.source = moved(Case("", 1, contract).make()[1], device)
-        self.w = dequantize(self.source.weight)
+        self.source = self.made()
         self.packed: dict[str, list[torch.Tensor]] = {}
 
-    def x(self, m: int, seed: int = 0) -> torch.Tensor:
+    def made(self) -> Any:
+        """The operands that providers pack."""
+        source = moved(Case("", 1, self.contract).make()[1], self.device)
+        self.w = dequantize(source.weight)
+        return source
+
+    def x(self, m: int, seed: int = 0) -> Any:
         """[m, K], always the same for a seed."""
         made = torch.Generator(self.device).manual_seed(seed)
         shape = m, self.contract.weight.k
         return torch.randn(shape, generator=made, device=self.device).to(self.contract.x)
+
+    def dense(self, m: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(x, W) of the dense product of these sizes."""
+        return self.x(m), self.w
+
+    def judge(self, ours: torch.Tensor, xs: Sequence[Any], rows: torch.Tensor) -> None:
+        """AssertionError if results, of these rows of each x, are not near enough."""
+        x = torch.cat([x[rows] for x in xs])
+        product_oracle(ours, torch.nn.functional.linear(x, self.w), x, self.w)
 
     def function(self, route: str) -> tuple[Callable[..., torch.Tensor], list[torch.Tensor]]:
         """((x, packed) -> result, packed) of a route. Refused if this weight cannot be packed."""
@@ -271,9 +298,7 @@ class Weight:
         rows = rows if m <= JUDGED else torch.cat([rows[: JUDGED // 2], rows[-JUDGED // 2 :]])
         count = -(-OUTPUTS // (len(rows) * self.contract.weight.n))
         xs = [self.x(m, seed) for seed in range(count)]
-        ours = torch.cat([run(x, packed)[rows] for x in xs])
-        x = torch.cat([x[rows] for x in xs])
-        product_oracle(ours, torch.nn.functional.linear(x, self.w), x, self.w)
+        self.judge(torch.cat([run(x, packed)[rows] for x in xs]), xs, rows)
 
     def calls(self, route: str, m: int) -> list[timing.Call]:
         """Calls of a route at m rows, for a timer."""
@@ -281,15 +306,47 @@ class Weight:
         return timing.rotated(run, self.x(m), packed)
 
 
-def moved(source: Operands, device: str) -> Operands:
+class ScaledWeight(Weight):
+    """The same for products of codes: x is [codes, scale]."""
+
+    def made(self) -> Any:
+        return moved(scaled.Case("", 1, self.contract).make()[2], self.device)
+
+    def x(self, m: int, seed: int = 0) -> Any:
+        a, scale = scaled.activation(self.contract, m, seed)
+        scale = scale.t().contiguous().t()  # as quantisers write groups for matrix products
+        return [a.to(self.device), scale.to(self.device)]
+
+    def dense(self, m: int) -> tuple[torch.Tensor, torch.Tensor]:
+        n, k = self.contract.weight.n, self.contract.weight.k
+        x, w = (torch.randn(rows, k, device=self.device).bfloat16() for rows in (m, n))
+        return x, w
+
+    def judge(self, ours: torch.Tensor, xs: Sequence[Any], rows: torch.Tensor) -> None:
+        contract, eager, wide = self.contract, [], []
+        for a, scale in xs:
+            a = a.view(torch.uint8)[rows].view(a.dtype)
+            given = contract, a, scale[rows] if contract.group else scale, self.source
+            eager.append(scaled.eager(*given))
+            x, w = scaled.wide(*given)
+            wide.append(x)
+        product_oracle(ours, torch.cat(eager), torch.cat(wide), w)
+
+
+def weight_of(op: Op, contract: Contract, device: str) -> Weight:
+    """A random weight of either operator."""
+    kind = ScaledWeight if isinstance(contract, ScaledMatmul) else Weight
+    return kind(op, contract, device)
+
+
+def moved(source: Any, device: str) -> Any:
     """Random operands on another device."""
 
     def there(value: Any) -> Any:
         held = {n: t.to(device) for n, t in vars(value).items() if isinstance(t, torch.Tensor)}
         return dataclasses.replace(value, **held)
 
-    made: Operands = dataclasses.replace(there(source), weight=there(source.weight))
-    return made
+    return dataclasses.replace(there(source), weight=there(source.weight))
 
 
 def merge(

@@ -1,0 +1,154 @@
+"""Cases of scaled_matmul: for tests, the tuner and benchmarks."""
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from qinductor.contracts import FLOAT_CODES, QuantizedWeight, WeightFormat, by_row, code_range
+from qinductor.kernels.scaled_matmul import SCALED_MATMUL, Operands, ScaledMatmul
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+E4M3, E5M2, INT8, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.float8_e8m0fnu
+Made = tuple[torch.Tensor, torch.Tensor, Operands]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One named case: M and contract."""
+
+    name: str
+    m: int
+    contract: ScaledMatmul
+
+    def make(self, seed: int = 0, exact: bool = False) -> Made:
+        """(a, its scale, operands) with random codes and scales.
+
+        exact  codes are small integers and scales powers of two: every sum is exact in float32, in
+               any order, and so is the result but for its last rounding"""
+        c, w = self.contract, self.contract.weight
+        data = Data(torch.Generator().manual_seed(seed), exact)
+        low, high = code_range(w.codes) or (-127, 127)
+        q = data.codes(FLOAT_CODES.get(w.codes, INT8), (w.n, w.k), low, high)
+        held = None if w.scale is None else data.scales(w.grid, w.scale)
+        bias = None
+        if c.bias is not None:
+            bias = torch.randint(-8, 9, (w.n,), generator=data.random).to(c.bias)
+            bias = bias if exact else bias + torch.rand(w.n, generator=data.random).to(c.bias)
+        a, scale = activation(c, self.m, seed, exact)
+        return a, scale, Operands(QuantizedWeight(w, q, held), bias)
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """Random codes and scales; `exact` as in `Case.make`."""
+
+    random: torch.Generator
+    exact: bool
+
+    def codes(
+        self, dtype: torch.dtype, shape: tuple[int, ...], low: int, high: int
+    ) -> torch.Tensor:
+        if self.exact:
+            low, high = max(low, -4), min(high, 3)
+        if not dtype.is_floating_point or self.exact:
+            return torch.randint(low, high + 1, shape, generator=self.random).to(dtype)
+        return (torch.randn(shape, generator=self.random) * 60).clamp(-448, 448).to(dtype)
+
+    def scales(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        if self.exact or dtype is E8M0:
+            return torch.exp2(torch.randint(-3, 1, shape, generator=self.random).float()).to(dtype)
+        return (torch.rand(shape, generator=self.random) * 0.02 + 0.002).to(dtype)
+
+
+def activation(
+    contract: ScaledMatmul, m: int, seed: int = 0, exact: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(a [m, K], its scale), always the same for a seed."""
+    c, k = contract, contract.weight.k
+    data = Data(torch.Generator().manual_seed(seed + 1), exact)
+    shape = (m, -(-k // c.group)) if c.group else (1,)
+    return data.codes(c.a, (m, k), -127, 127), data.scales(shape, c.scale)
+
+
+def case(
+    codes: str, m: int, n: int, k: int, bn: int, bk: int, a: torch.dtype = E4M3, group: int = -1,
+    scale: torch.dtype = FP32, out: torch.dtype = BF16, bias: torch.dtype | None = None,
+    weight_scale: torch.dtype | None = FP32, fast: bool = False,
+) -> Case:  # fmt: skip
+    """A case; group -1: each row of a has one scale."""
+    given: dict[str, Any] = dict.fromkeys(("inner", "compute", "dtype"), FP32)
+    arithmetic = "q" if weight_scale is None else "q*s"
+    form = WeightFormat(
+        codes, n, k, min(bn, n), min(bk, k), arithmetic, weight_scale, None, **given
+    )
+    contract = ScaledMatmul(form, a, k if group < 0 else group, scale, out, bias, fast)
+    return Case(f"{contract.summary} M={m}", m, contract)
+
+
+def wide(
+    contract: ScaledMatmul, a: torch.Tensor, scale: torch.Tensor, source: Operands
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the product multiplies, in float64: a times its scales, codes of W times theirs."""
+    w = contract.weight
+    x, y = a.to(FP32).double(), source.weight.codes.to(FP32).double()
+    s = scale.to(FP32).double()
+    if contract.group:
+        s = s.repeat_interleave(contract.group, 1)[:, : w.k]
+    if source.weight.scale is not None:
+        grid = source.weight.scale.to(FP32).double()
+        y = y * by_row(w, grid, w.n).repeat_interleave(w.bk, 1)[:, : w.k]
+    return x * s, y
+
+
+def eager(
+    contract: ScaledMatmul, a: torch.Tensor, scale: torch.Tensor, source: Operands
+) -> torch.Tensor:
+    """A graph's own product: torch._scaled_mm on CUDA where it takes this, else float32."""
+    native = SCALED_MATMUL.providers["aten.scaled_mm"]
+    if a.is_cuda and native.why_not(contract) is None:
+        found = native.pack(contract, source)
+        held = [found[name] for name in native.operands(contract)]
+        return native.run(contract, (a, scale), held)  # type: ignore[no-any-return]
+    x, y = wide(contract, a, scale, source)
+    out = x.float() @ y.float().T
+    return (out if source.bias is None else out + source.bias.float()).to(contract.out)
+
+
+FP8, WIDE8 = "float8_e4m3fn", "float8_e5m2"
+CASES = (
+    case(FP8, 16, 128, 256, 128, 256, group=0),
+    case(FP8, 1, 256, 512, 1, 512),
+    case(FP8, 17, 144, 160, 1, 160, bias=BF16),
+    case(FP8, 5, 33, 65, 1, 65, out=FP16, bias=FP32),
+    case(FP8, 64, 256, 256, 1, 256, out=FP16, fast=True),
+    case(FP8, 33, 96, 128, 96, 128, out=FP16, bias=FP16),
+    case(FP8, 7, 64, 128, 1, 128, group=0, weight_scale=BF16),
+    case(FP8, 4, 64, 128, 64, 128, weight_scale=None),
+    case(WIDE8, 9, 80, 128, 1, 128),
+    case(FP8, 9, 80, 128, 80, 128, E5M2, group=0),
+    case(WIDE8, 3, 80, 128, 1, 128, E5M2),
+    case(FP8, 40, 256, 384, 128, 128, group=128),
+    case(FP8, 3, 200, 320, 128, 128, group=128, bias=BF16),
+    case(FP8, 20, 256, 256, 1, 128, group=128, out=FP16),
+    case(FP8, 2, 96, 256, 1, 128),
+    case(FP8, 6, 96, 256, 96, 256, group=64),
+    case(FP8, 4, 128, 384, 128, 128, group=64),
+    case(FP8, 17, 40, 96, 32, 32, group=32),
+    case(FP8, 65, 72, 288, 32, 32, group=32),
+    case(FP8, 1, 264, 576, 32, 32, group=32, scale=E8M0, weight_scale=E8M0),
+    case("int8", 16, 128, 256, 1, 256, INT8),
+    case("int8", 1, 264, 512, 1, 512, INT8, out=FP16, bias=FP16),
+    case("int8", 40, 48, 100, 48, 100, INT8, group=0, out=FP32, bias=BF16),
+    case("int8", 5, 64, 256, 1, 128, INT8, group=128),
+    case("int8", 5, 33, 96, 1, 32, INT8, scale=BF16, weight_scale=BF16),
+    case("int4", 16, 128, 256, 1, 128),
+    case("int4", 1, 264, 512, 1, 128, INT8, bias=BF16),
+    case("int4", 33, 72, 320, 1, 64, out=FP16),
+    case("int4", 4, 72, 320, 1, 64, INT8, group=64),
+    case("int4", 6, 64, 288, 1, 32, group=32),
+    case("int4", 3, 64, 288, 1, 32, INT8, out=FP32),
+    case("int4", 9, 130, 200, 1, 200, E5M2, bias=FP32),
+    case("int4", 9, 130, 200, 1, 200, INT8, group=0, weight_scale=None),
+    case("int4", 70, 128, 256, 64, 128, group=128, weight_scale=BF16),
+)

@@ -1,0 +1,58 @@
+"""A product of codes without a graph: weights as they are, by the dispatcher's plan."""
+
+import functools
+import importlib
+
+import torch
+
+from qinductor.contracts import QuantizedWeight
+from qinductor.errors import Refused
+from qinductor.kernels.scaled_matmul import SCALED_MATMUL, Operands, ScaledMatmul
+from qinductor.op import INFINITE, Plan, Route
+
+
+def scaled_product(
+    contract: ScaledMatmul,
+    a: torch.Tensor,
+    scale: torch.Tensor,
+    codes: torch.Tensor,
+    weight_scale: torch.Tensor | None,
+    bias: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """a[M, K] times W^T: [M, N], in `out` if it is given (rows contiguous, any distance apart).
+
+    codes         [N, K] of 8 bits, rows contiguous: read where they are, never packed
+    weight_scale  the grid of the contract's blocks, any strides; None if it has none
+    What no provider of this device takes is computed by the reference. Errors: ValueError for codes
+    of fewer bits."""
+    w, m = contract.weight, a.shape[0]
+    if w.bits != 8:
+        raise ValueError(f"codes are {w.codes}; wanted 8 bits, others must be packed")
+    if m == 0:
+        return a.new_empty((0, w.n), dtype=contract.out) if out is None else out
+    route = next(route for route in _routes(contract, a.device) if m <= route.limit)
+    source = Operands(QuantizedWeight(w, codes, weight_scale), bias)
+    provider = route.provider
+    direct = getattr(provider, "direct", None)
+    if direct is not None:
+        found: torch.Tensor = direct(contract, (a, scale), source, route.config, out)
+        return found
+    packed = provider.pack(contract, source)
+    found = route.run(contract, (a, scale), [packed[name] for name in provider.operands(contract)])
+    return found if out is None else out.copy_(found)
+
+
+@functools.lru_cache(4096)
+def _routes(contract: ScaledMatmul, device: torch.device) -> tuple[Route, ...]:
+    """What runs which M on a device; as it was planned at the first call."""
+    target = device.type
+    if device.type == "cuda":
+        target = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+    for provider in ("torch", "triton"):  # they register when they are imported
+        importlib.import_module(f"qinductor.kernels.scaled_matmul_{provider}")
+    try:
+        plan = SCALED_MATMUL.plan(contract, target, None)
+    except Refused:
+        plan = Plan(((INFINITE, SCALED_MATMUL.specification.name),))
+    return plan.routes(SCALED_MATMUL, contract)

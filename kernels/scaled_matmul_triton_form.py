@@ -1,0 +1,193 @@
+"""What the Triton family of scaled_matmul takes, how it packs that, and a kernel's constants.
+
+Weights of 8 bits are taken as they are. Codes of 4 bits become `nibbles`, int8[N / 64, K / 64,
+2048] of N and K padded to 128 and 64. The 2048 bytes are [warp 4][g 8][t 4][step 2][half 2][c 4],
+in each the codes of two rows, 16 warp + g in the lower half and 8 rows below in the upper; their
+column is 32 step + 16 half + 4 t + c. That is what a lane 4 g + t holds of an 8-bit matrix A of
+wgmma.m64nNk32 (PTX ISA, "Matrix fragments"). A nibble is the code in two's complement; for float8
+activations, of negative ones the lower three bits are inverted: what kernels make numbers of.
+"""
+
+import dataclasses
+import functools
+import importlib.util
+from typing import Any
+
+import torch
+from torch.nn.functional import pad
+
+from qinductor.contracts import Hashed, by_row, short
+from qinductor.kernels.scaled_matmul import FP32, Operands, ScaledMatmul, operands, pack
+from qinductor.op import Spec
+
+E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
+E8M0 = torch.float8_e8m0fnu
+NUMBERS = {E4M3: "e4m3", E5M2: "e5m2", INT8: "int8"}
+RESULTS = (torch.bfloat16, torch.float16, FP32)
+SCALES = (*RESULTS, E8M0)
+PROMOTED = 128  # columns after which float8 sums leave the tensor cores, which keep 14 bits
+LONGEST = 131071  # K of products of int8, whose sums are int32
+# What a nibble's number is times the code: bits of e4m3's subnormals, and the upper half of a byte.
+FACTORS = {E4M3: 2.0**-9, E5M2: 2.0**-9, INT8: 16.0}
+
+
+@dataclasses.dataclass(frozen=True)
+class Form(Hashed):
+    """What is constant in a kernel for a contract; dtypes are Triton's.
+
+    a, code    numbers of a and of W: "e4m3", "e5m2" or "int8"
+    four       whether the codes of W have 4 bits, in `nibbles`
+    wide       whether float8 is multiplied as float16, where no tensor core has it
+    sums       dtype of the sums of a slice
+    promote    whether the sums of slices are added in float32
+    rows       scales of a: "tensor", "row", or "group" where they change along k
+    columns    scales of W: "", "row", or "grid" where they change along k
+    group      columns that share a scale of a
+    bn, bk     rows and columns that share a scale of W; 0: all
+    a_e8m0, w_e8m0   whether scales are bytes of exponents
+    """
+
+    a: str
+    code: str
+    four: bool
+    wide: bool
+    sums: Any
+    promote: bool
+    rows: str
+    columns: str
+    group: int
+    bn: int
+    bk: int
+    a_e8m0: bool
+    w_e8m0: bool
+    out: Any
+    bias: bool
+
+    __hash__ = Hashed.__hash__  # it is hashed at every launch
+
+
+def four(contract: ScaledMatmul) -> bool:
+    """Whether W is packed in nibbles."""
+    return contract.weight.codes == "int4"
+
+
+def slice_of(contract: ScaledMatmul) -> int:
+    """Columns whose sum must be taken out of the tensor cores; 0 where no sum must."""
+    c, w = contract, contract.weight
+    steps = [size for size in (c.group, w.bk if w.scale is not None else w.k) if 0 < size < w.k]
+    if steps:
+        return min(PROMOTED, *(size & -size for size in steps))
+    return 0 if c.a is INT8 or c.fast else PROMOTED
+
+
+@functools.cache
+def device_form(contract: ScaledMatmul, wide: bool) -> Form:
+    """The constants of the kernels; wide: for a device whose tensor cores have no float8."""
+    import triton.language as tl
+
+    c, w = contract, contract.weight
+    named = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, FP32: tl.float32}
+    held = w.scale is not None or four(c)
+    grid = w.scale is not None and w.bk < w.k
+    code = (INT8 if c.a is INT8 else E4M3) if four(c) else w.storage
+    integers = c.a is INT8
+    return Form(
+        NUMBERS[c.a], NUMBERS[code], four(c), wide and not integers,
+        tl.int32 if integers else tl.float32, slice_of(c) > 0,
+        "tensor" if not c.group else "row" if c.group >= w.k else "group",
+        ("grid" if grid else "row") if held else "",
+        c.group, 1 if four(c) else 0 if w.bn >= w.n else w.bn, w.bk if grid else 0,
+        c.scale is E8M0, w.scale is E8M0 and not four(c), named[c.out], c.bias is not None,
+    )  # fmt: skip
+
+
+def padded(contract: ScaledMatmul) -> tuple[int, int]:
+    """(N, K) of the nibbles."""
+    w = contract.weight
+    return -(-w.n // 128) * 128, -(-w.k // 128) * 128
+
+
+class Packed:
+    """What the family takes, and how it holds W."""
+
+    dense = False
+    reference = False
+
+    def runs_on(self, target: str) -> bool:
+        return target.startswith("sm_") and int(target[3:]) >= 80  # asynchronous copies
+
+    def missing(self) -> str | None:
+        return None if importlib.util.find_spec("triton") else "Triton is not installed"
+
+    def why_not(self, contract: ScaledMatmul) -> str | None:
+        c, w = contract, contract.weight
+        if not w.n * w.k:
+            return f"W is {w.n}x{w.k}; it takes no empty one"
+        floats = ("float8_e4m3fn", "float8_e5m2")
+        takes = {INT8: ("int8", "int4"), E4M3: (*floats, "int4"), E5M2: (*floats, "int4")}
+        if w.codes not in takes.get(c.a, ()):
+            return (
+                f"{short(c.a)} times {w.codes}; it takes float8 with float8, int8 with int8, and "
+                "both with int4"
+            )
+        if w.arithmetic not in ("q", "q*s") or w.permuted:
+            return f"W is {w.arithmetic}{', permuted' * w.permuted}; it takes q and q*s"
+        if c.scale not in SCALES or w.scale not in (None, *SCALES):
+            return (
+                f"scales are {short(c.scale)} and {short(w.scale)}; it takes fp32, bf16, fp16 and "
+                "float8_e8m0fnu"
+            )
+        if c.out not in RESULTS or c.bias not in (None, *RESULTS):
+            return f"the result is {short(c.out)}, the bias {short(c.bias)}; it takes floats"
+        if c.a is not INT8 and c.out is FP32:
+            return "float8 and a result in fp32; tensor cores keep 14 bits of such a sum"
+        steps = [size for size in (c.group, w.bk) if 0 < size < w.k]
+        if any(size % 32 for size in steps):
+            return f"{min(steps)} columns share a scale; it takes multiples of 32, or whole rows"
+        if len(steps) == 2 and max(steps) % min(steps):
+            return f"a has a scale for {c.group} columns, W for {w.bk}; it takes multiples"
+        if c.a is INT8 and w.k > LONGEST:
+            return f"K is {w.k}; it takes up to {LONGEST} (sums are int32)"
+        return None
+
+    def operands(self, contract: ScaledMatmul) -> dict[str, Spec]:
+        if not four(contract):
+            return operands(contract)
+        w = contract.weight
+        n, k = padded(contract)
+        groups = w.grid[1] if w.scale is not None else 1
+        found: dict[str, Spec] = {
+            "nibbles": ((n // 64, k // 64, 2048), torch.int8),
+            "nibbles_scale": ((groups, n), FP32),
+        }
+        if contract.bias is not None:
+            found["bias"] = (w.n,), contract.bias
+        return found
+
+    def pack(self, contract: ScaledMatmul, source: Operands) -> dict[str, torch.Tensor]:
+        if not four(contract):
+            return pack(contract, source)
+        form, w = contract.weight, source.weight
+        n, k = padded(contract)
+        codes = pad(w.codes, (0, k - form.k, 0, n - form.n))
+        tensors = {"nibbles": nibbles(codes, contract.a is not INT8)}
+        scale = codes.new_ones((form.n, 1), dtype=FP32)
+        if w.scale is not None:
+            scale = by_row(form, w.scale.to(FP32), form.n)
+        scale = pad(scale / FACTORS[contract.a], (0, 0, 0, n - form.n))
+        tensors["nibbles_scale"] = scale.t().contiguous()
+        if source.bias is not None:
+            tensors["bias"] = source.bias.contiguous()
+        return tensors
+
+
+def nibbles(codes: torch.Tensor, floats: bool) -> torch.Tensor:
+    """int8[N / 64, K / 64, 2048] of codes int8[N, K], -8 to 7, of padded sizes."""
+    n, k = codes.shape
+    bits = codes & 15
+    if floats:
+        bits = torch.where(codes < 0, bits ^ 7, bits)
+    # rows / 64, warp, which row of two, g, tiles, step, half, t, c
+    parts = bits.view(n // 64, 4, 2, 8, k // 64, 2, 2, 4, 4)
+    parts = parts.permute(0, 4, 1, 3, 7, 5, 6, 8, 2).reshape(n // 64, k // 64, 2048, 2)
+    return parts[..., 0] | parts[..., 1] << 4
