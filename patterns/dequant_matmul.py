@@ -20,15 +20,16 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch.fx import Graph, Node
 
-from qinductor.contracts import QuantizedWeight, short
+from qinductor.contracts import short
 from qinductor.errors import Refused
 from qinductor.kernels.dequant_matmul import DEQUANT_MATMUL, DequantMatmul, Operands
 from qinductor.op import Plan
 from qinductor.pattern import Lowering, Part, Planner
+from qinductor.patterns.constants import check_constant, check_format
 from qinductor.patterns.products import (
     ANCHORS,
-    LOOKUPS,
     Product,
+    check_other_users,
     holds_codes,
     is_quantized,
     product_of,
@@ -36,12 +37,9 @@ from qinductor.patterns.products import (
     sides,
 )
 from qinductor.patterns.siblings import is_faster, joined, joined_contract, siblings
-from qinductor.patterns.weight_formats.identify import Structure, identify
-from qinductor.patterns.weight_formats.prove import read
+from qinductor.patterns.weight_formats.reading import WEIGHTS
 from qinductor.regions import (
-    FLOAT8,
     FLOATS,
-    MOVES,
     PRODUCTS,
     VIEWS,
     Axes,
@@ -53,8 +51,6 @@ from qinductor.regions import (
     describe,
     extract,
 )
-
-ROW_READS = LOOKUPS | {aten.index.Tensor, aten.index_select.default}  # of some rows of a weight
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -71,21 +67,17 @@ class Parts:
         return [r for r in (self.weight, self.bias, self.output_scale) if r is not None]
 
     def operands(
-        self,
-        structure: Structure | None,
-        tensors: Sequence[torch.Tensor],
-        known: Sequence[Operands] | None = None,
-    ) -> tuple[Operands, ...]:
-        """The operands for these leaves, proved; one for each expert, if there are any. `known`:
-        what the weight was proved to be before its leaves were freed."""
+        self, tensors: Sequence[torch.Tensor], known: Sequence[Operands] | None = None
+    ) -> tuple[tuple[Operands, ...], tuple[int, int]]:
+        """(the operands for these leaves, proved, one for each expert if there are any; evaluations
+        this took). `known`: what the weight was proved to be before its leaves were freed."""
         start = len(self.weight.leaves)
         experts = self.weight.experts
         n = self.weight.shape[0] // experts
         if known is not None:
-            weights = [operands.weight for operands in known]
+            weights, evaluations = [operands.weight for operands in known], (0, 0)
         else:
-            assert structure is not None
-            weights = read(self.weight, structure, tensors[:start])
+            weights, evaluations = WEIGHTS(self.weight, tensors[:start])
         vectors = []
         for region in (self.bias, self.output_scale):
             value = None
@@ -95,10 +87,11 @@ class Parts:
                 value = value.expand(experts, n).contiguous()
                 start += len(region.leaves)
             vectors.append([None] * experts if value is None else list(value))
-        return tuple(
+        operands = tuple(
             Operands(weight, bias=bias, output_scale=scale)
             for weight, bias, scale in zip(weights, *vectors, strict=True)
         )
+        return operands, evaluations
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -129,9 +122,6 @@ class DequantMatmulPattern:
 
     name = "dequant_matmul"
     default = "on"
-
-    def __init__(self) -> None:
-        self._structures: dict[str, Structure] = {}
 
     def candidates(self, graph: Graph, scope: Scope) -> Iterator[Node]:
         """Products one operand of which is made from stored codes, or quantised in place."""
@@ -176,8 +166,8 @@ class DequantMatmulPattern:
             rest, found = list(tensors), []
             for parts, count, form in formats:
                 mine = [rest.pop(0) for _ in range(count)]
-                found.append(self._identified(parts, mine, known)[0])
-                _check_format(found[-1][0].weight, form)
+                found.append(parts.operands(mine, known)[0])
+                check_format(found[-1][0].weight, form.weight)
             return packed(found)
 
         return Lowering(
@@ -208,7 +198,7 @@ class DequantMatmulPattern:
         parts, scaled = _parts(product, scope)
         leaves = tuple(leaf for region in parts.regions for leaf in region.leaves)
         values = [scope.value(leaf) for leaf in leaves]
-        operands, evaluations = self._identified(parts, values, scope.known(parts.weight))
+        operands, evaluations = parts.operands(values, scope.known(parts.weight))
         contract = _contract(product, parts, operands)
         return Found(product, parts, scaled, leaves, contract, operands, evaluations)
 
@@ -228,26 +218,6 @@ class DequantMatmulPattern:
                 continue  # it has a row of its own
         return found
 
-    def _identified(
-        self,
-        parts: Parts,
-        values: Sequence[torch.Tensor],
-        restored: Sequence[Operands] | None,
-    ) -> tuple[tuple[Operands, ...], tuple[int, int]]:
-        """Regions of equal signature share what probing found, and are proved one by one."""
-        signature = parts.weight.signature
-        known = self._structures.get(signature)
-        if restored is not None:
-            return parts.operands(None, values, restored), (0, 0)
-        if known is not None:
-            try:
-                return parts.operands(known, values), (0, 2)
-            except Refused:
-                pass  # the constants that were kept real may differ: probe again
-        found = identify(parts.weight, values[: len(parts.weight.leaves)])
-        self._structures[signature] = found
-        return parts.operands(found, values), (found.evaluations, 2)
-
 
 def _contract(product: Product, parts: Parts, operands: Sequence[Operands]) -> DequantMatmul:
     scale = operands[0].output_scale
@@ -265,7 +235,7 @@ def _parts(product: Product, scope: Scope) -> tuple[Parts, tuple[tuple[Node, Nod
     """(the site's regions, the product scale that is absorbed), or Refused."""
     weight, x = product.weight, product.inputs[0]
     order, varying = behind(weight, scope)
-    _check_constant("weight", order, varying, scope)
+    check_constant("weight", order, varying, scope)
     products = [n for n in order if n.target in PRODUCTS]
     if products:
         raise Refused(
@@ -280,55 +250,13 @@ def _parts(product: Product, scope: Scope) -> tuple[Parts, tuple[tuple[Node, Nod
     value = x.meta["val"]
     if value.dtype not in FLOATS:
         raise Refused(f"x must be bf16, fp16 or fp32; it is {short(value.dtype)}")
-    _check_other_users(product.node, order, elements)
+    check_other_users(product.node, order, elements)
     if region.device != value.device:
         raise Refused(f"weight and x must be on one device; {region.device} and {value.device}")
     bias = None if product.bias is None else _bias(product, scope)
     plain = product.operator == "dequant_matmul" and product.form == "plain" and bias is None
     output_scale, scaled = _product_scale(product.node, scope) if plain else (None, ())
     return Parts(region, bias, output_scale), scaled
-
-
-def _check_constant(
-    what: str, order: Sequence[Node], varying: Sequence[Node], scope: Scope
-) -> None:
-    """Refused if anything behind the weight or bias varies; names the first three."""
-    lowered = next((n for n in order if str(n.target).startswith("qinductor.")), None)
-    if lowered is not None:  # its packed inputs are nothing that the user knows
-        raise Refused(
-            f"the {what} must be made of constants alone; a product that was lowered before, "
-            f"{lowered.name}, is computed into it"
-        )
-    if varying:
-        known = "; ".join(f"{n.name} {scope.why.get(n, f'is {n.target}')}" for n in varying[:3])
-        raise Refused(f"the {what} must be made of constants; {known}")
-
-
-def _check_other_users(node: Node, order: Sequence[Node], elements: int) -> None:
-    """Refused if the dequantised weight is needed outside of products and reads of its rows."""
-    inside = set(order)
-    for other in order:
-        value = other.meta.get("val")
-        if other.op != "call_function" or not isinstance(value, torch.Tensor):
-            continue
-        if not value.dtype.is_floating_point or value.dtype in FLOAT8 or value.numel() < elements:
-            continue
-        for user in (user for user in other.users if user not in inside):
-            needs = _needs_whole(user)
-            if needs is not None:
-                raise Refused(
-                    f"the dequantised weight must feed products alone; {other.name} also feeds "
-                    f"{needs.name} ({needs.target})"
-                )
-
-
-def _needs_whole(user: Node) -> Node | None:
-    """The node at the end of this use of a weight that must have the weight written out."""
-    if user.target in ROW_READS or (user.target in ANCHORS and ANCHORS[user.target][0]):
-        return None
-    if user.target not in MOVES:
-        return user
-    return next(filter(None, map(_needs_whole, user.users)), None)
 
 
 def _bias(product: Product, scope: Scope) -> Region:
@@ -348,7 +276,7 @@ def _bias(product: Product, scope: Scope) -> Region:
     if bias.meta["val"].dtype != out.dtype:
         raise Refused(f"the bias must be {short(out.dtype)}; it is {short(bias.meta['val'].dtype)}")
     order, varying = behind(bias, scope)
-    _check_constant("bias", order, varying, scope)
+    check_constant("bias", order, varying, scope)
     return _vector(bias, order, scope)
 
 
@@ -380,11 +308,3 @@ def _product_scale(node: Node, scope: Scope) -> tuple[Region | None, tuple[tuple
 
 def _vector(node: Node, order: list[Node], scope: Scope) -> Region:
     return extract(node, order, scope, Axes(n=0))
-
-
-def _check_format(weight: QuantizedWeight, contract: DequantMatmul) -> None:
-    """Refused if a weight seen at run time has another format than the compiled one."""
-    if weight.format != contract.weight:
-        raise Refused(
-            f"this weight is {weight.format}, yet the graph was compiled for {contract.weight}"
-        )

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ ANCHORS: dict[Any, tuple[str | None, int, int | None]] = {
     aten.convolution.default: (None, 0, None),
 }
 LOOKUPS = {aten.embedding.default}
+ROW_READS = LOOKUPS | {aten.index.Tensor, aten.index_select.default}  # of some rows of a weight
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -179,3 +181,30 @@ def _check_own_batch(weight: Node) -> None:
             if before and node.meta["val"].numel() != source.meta["val"].numel():
                 raise Refused(f"a stack of {before} weights is broadcast along a batch {batch}")
         node = source
+
+
+def check_other_users(node: Node, order: Sequence[Node], elements: int) -> None:
+    """Refused if the dequantised weight is needed outside of products and reads of its rows."""
+    inside = set(order)
+    for other in order:
+        value = other.meta.get("val")
+        if other.op != "call_function" or not isinstance(value, torch.Tensor):
+            continue
+        if not value.dtype.is_floating_point or value.dtype in FLOAT8 or value.numel() < elements:
+            continue
+        for user in (user for user in other.users if user not in inside):
+            needs = _needs_whole(user)
+            if needs is not None:
+                raise Refused(
+                    f"the dequantised weight must feed products alone; {other.name} also feeds "
+                    f"{needs.name} ({needs.target})"
+                )
+
+
+def _needs_whole(user: Node) -> Node | None:
+    """The node at the end of this use of a weight that must have the weight written out."""
+    if user.target in ROW_READS or (user.target in ANCHORS and ANCHORS[user.target][0]):
+        return None
+    if user.target not in MOVES:
+        return user
+    return next(filter(None, map(_needs_whole, user.users)), None)

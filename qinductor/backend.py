@@ -23,13 +23,13 @@ from qinductor.freed import MESSAGE, is_freed, parts, unable
 from qinductor.op import costs
 from qinductor.options import Options, unknown
 from qinductor.passes import inductor_options, patches_of
-from qinductor.pattern import Lowering, Part, Pattern, where
+from qinductor.pattern import Fusion, Lowering, Part, Pattern, where
 from qinductor.regions import Leaf, Scope
 from qinductor.report import Report, Site, remember
 from qinductor.retrace import Retrace, names, scope_of
-from qinductor.rewrite import restore, rewrite
+from qinductor.rewrite import fuse, restore, rewrite
 from qinductor.runtime import Appending, Compiled, Variant
-from qinductor.store import Slot
+from qinductor.store import Slot, aliases
 from qinductor.weights import Resolver, seed
 
 SMALL = 64  # the part of its weight's bytes from which a leaf is freed
@@ -99,6 +99,7 @@ class Matching:
     packs   whether the graph is rewritten, not only its report written
     runs    whether what is left is to be run as it is, not compiled
     slots   what the operators of the rewritten graph need at each call, in placeholder order
+    fused   how many sites became an operator that needs none
     fakes   fake values of those placeholders
     frees   leaves that are read by no more than these operators: their memory may be freed
     reads   leaves that the graph reads, which another graph may free
@@ -128,6 +129,7 @@ class Matching:
             self.replaces = False
             self.report.notes.append(f"originals stay in memory: {reason}")
         self.slots: list[Slot] = []
+        self.fused = 0
         self.fakes: list[torch.Tensor] = []
         self.frees: list[Leaf] = []
         self.reads: list[Leaf] = []
@@ -162,7 +164,7 @@ class Matching:
             setting = self.options.setting(pattern.name, pattern.default)
             if setting == "off":
                 continue
-            for node in list(pattern.candidates(graph, scope)):
+            for node in self._candidates(pattern, graph, scope):
                 site = Site(where(node), pattern.name)
                 self.report.sites.append(site)
                 if node in self.together:
@@ -176,16 +178,25 @@ class Matching:
                     site.reason, site.contract = refusal.reason, refusal.contract
                 except Exception as error:
                     site.reason = f"an error of qinductor's own: {type(error).__name__}: {error}"
-        if self.slots:
-            graph.eliminate_dead_code()
+            if self.slots or self.fused:  # or the next pattern would see what this one has replaced
+                graph.eliminate_dead_code()
         for slot, fakes in () if blocked else restore(graph, scope):
             self.slots.append(slot)
             self.fakes.extend(fakes)
             self.report.notes.append(f"{slot.where}: the weight is freed; its packed form makes it")
-        if self.slots:
+        if self.slots or self.fused:
             graph.eliminate_dead_code()
             graph.lint()
         self._find_freeable(graph, scope)
+
+    def _candidates(self, pattern: Pattern, graph: Graph, scope: Scope) -> list[Node]:
+        """A pattern's anchors; none, and a note, where it fails: the others go on."""
+        try:
+            return list(pattern.candidates(graph, scope))
+        except Exception as error:
+            self.failed = f"{pattern.name} stopped: {type(error).__name__}: {error}"
+            self.report.notes.append(self.failed)
+            return []
 
     def _find_freeable(self, graph: Graph, scope: Scope) -> None:
         """Decides which leaves may be freed: large ones that only the packed operators stood for.
@@ -231,6 +242,22 @@ class Matching:
         site.contract = lowering.contract.summary
         site.evaluations = lowering.evaluations
         site.cost = dict(costs(lowering.op, lowering.contract))
+        if isinstance(lowering, Fusion):
+            fuse(graph, lowering)
+            self.fused += 1
+        else:
+            self._pack(graph, lowering, site)
+        site.lowered, site.provider = True, lowering.plan.summary
+        site.rung = lowering.plan.rung
+        parts = () if isinstance(lowering, Fusion) else lowering.parts
+        for part in parts[1:]:
+            self.together[part.node] = site, part
+        if parts:
+            site.contract = parts[0].contract
+            site.provider += f", {len(parts)} products of x as one"
+
+    def _pack(self, graph: Graph, lowering: Lowering, site: Site) -> None:
+        """Puts the operator into the graph, and its packed weight among the slots."""
         slot = Slot(
             site.where,
             lowering.signature,
@@ -246,14 +273,7 @@ class Matching:
                 seed(slot, self.arguments, lowering.packed)
         self.fakes.extend(rewrite(graph, lowering))
         self.slots.append(slot)
-        site.lowered, site.provider = True, lowering.plan.summary
-        site.rung = lowering.plan.rung
         self._account(lowering)
-        for part in lowering.parts[1:]:
-            self.together[part.node] = site, part
-        if lowering.parts:
-            site.contract = lowering.parts[0].contract
-            site.provider += f", {len(lowering.parts)} products of x as one"
 
     def _account(self, lowering: Lowering) -> None:
         known = {(slot.signature, slot.leaves) for slot in self.slots[:-1]}
@@ -266,8 +286,9 @@ class Matching:
             for name in provider.operands(lowering.contract)
         }
         packed = lowering.plan.packs(lowering.op, lowering.contract)
+        own = aliases(self.slots[-1], self.arguments)
         for name, (shape, dtype) in packed.items():
-            size = int(torch.Size(shape).numel()) * dtype.itemsize
+            size = int(torch.Size(shape).numel()) * dtype.itemsize * (name not in own)
             self.report.packed_bytes += size
             self.report.dense_bytes += size if name in dense else 0
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -61,6 +61,28 @@ class Lowering:
     packed: Callable[[], dict[str, torch.Tensor]]
     evaluations: tuple[int, int]
     parts: tuple[Part, ...] = ()
+    views: tuple[Sequence[int | Node] | None, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Fusion:
+    """A proved site whose operator takes no packed weight, and may have several results.
+
+    op, contract, plan  what runs it; the torch operator bears the name of the op
+    inputs              all that the operator takes, in its order; a number is a tensor of one
+                        element, float32
+    replaced            for each result in order the nodes that it takes the place of
+    region              all nodes that the results depend on, up to the inputs
+    evaluations         (on probes, whole) evaluations of the region that identification took now
+    """
+
+    op: Op
+    contract: Any
+    plan: Plan
+    inputs: tuple[Node | float, ...]
+    replaced: tuple[tuple[Node, ...], ...]
+    region: tuple[Node, ...]
+    evaluations: tuple[int, int]
 
 
 class Pattern(Protocol):
@@ -76,7 +98,7 @@ class Pattern(Protocol):
     def candidates(self, graph: Graph, scope: Scope) -> Iterable[Node]:
         """Anchors that a user would expect this family to lower."""
 
-    def lower(self, node: Node, scope: Scope, planner: Planner) -> Lowering:
+    def lower(self, node: Node, scope: Scope, planner: Planner) -> Lowering | Fusion:
         """The lowering of a candidate, or Refused with the first check that failed."""
 
 

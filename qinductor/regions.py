@@ -30,8 +30,8 @@ TURNS = {aten.permute.default, aten.transpose.int, aten.t.default, aten.unsqueez
 CASTS = {prims.convert_element_type.default, aten._to_copy.default}
 PRODUCTS = {
     aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default,
-    aten._scaled_mm.default, aten._int_mm.default, aten._grouped_mm.default,
-    aten.convolution.default,
+    aten._scaled_mm.default, aten._scaled_mm_v2.default, aten._int_mm.default,
+    aten._grouped_mm.default, aten.convolution.default,
 }  # fmt: skip
 FLOAT8 = tuple(FLOAT_CODES.values())
 INTEGER = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -133,7 +133,7 @@ class Region:
                 continue
             if node.op == "get_attr":
                 copies[node] = self.graph.placeholder(f"constant_{len(self.constants)}")
-                self.constants[copies[node]] = _attribute(node)
+                self.constants[copies[node]] = attribute(node)
             elif node.op == "placeholder":
                 copies[node] = self.graph.placeholder(f"leaf_{len(copies)}")
             elif target is not node.target:
@@ -168,7 +168,7 @@ class Region:
             arguments = torch.fx.node.map_aggregate((node.args, dict(node.kwargs)), text)
             what = node.op if node.op == "placeholder" else str(node.target)
             constant = self.constants.get(node)
-            lines.append(f"{what} {arguments} {describe(node)} {_digest(constant)}")
+            lines.append(f"{what} {arguments} {describe(node)} {digest(constant)}")
         return "\n".join(lines)
 
     def __call__(self, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -312,14 +312,15 @@ def describe(node: Node) -> str:
     return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
 
 
-def _attribute(node: Node) -> torch.Tensor:
+def attribute(node: Node) -> torch.Tensor:
+    """The tensor that a `get_attr` node reads."""
     value: Any = node.graph.owning_module
     for name in str(node.target).split("."):
         value = getattr(value, name)
     return value  # type: ignore[no-any-return]
 
 
-def _digest(tensor: torch.Tensor | None) -> str:
+def digest(tensor: torch.Tensor | None) -> str:
     if tensor is None:
         return ""
     with unset_fake_temporarily(), torch.no_grad():

@@ -4,18 +4,20 @@ A freed weight that a graph needs itself is such a site, too: it is made from it
 """
 
 import functools
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import eq
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
-from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx.experimental.symbolic_shapes import has_free_symbols, statically_known_true
 
 from qinductor.errors import Refused
 from qinductor.freed import is_freed
 from qinductor.op import Spec
-from qinductor.pattern import Lowering, Part, where
-from qinductor.regions import Axes, Scope, behind, extract
+from qinductor.pattern import Fusion, Lowering, Part, where
+from qinductor.regions import MOVES, Axes, Scope, aten, behind, extract, pure
 from qinductor.store import Slot
 from qinductor.weights import held, seed, shared
 
@@ -50,13 +52,112 @@ def rewrite(graph: Graph, lowering: Lowering) -> list[torch.Tensor]:
 
 def _cut(insert: Insert, whole: Node, parts: Sequence[Part]) -> list[Node]:
     """The parts of a result that was computed together, laid out as the products were."""
-    aten, start, nodes = torch.ops.aten, 0, []
+    start, nodes = 0, []
     for part in parts:
         node = insert(aten.slice.Tensor, whole, 1, start, start + part.columns)
         nodes.append(insert(aten.clone.default, node, memory_format=torch.contiguous_format))
         _check(part.node.meta["val"], nodes[-1].meta["val"], str(part.node.target))
         start += part.columns
     return nodes
+
+
+def fuse(graph: Graph, fusion: Fusion) -> None:
+    """Puts the operator behind its last input, and its results in place of the site's nodes.
+
+    An operator that is there already, with these inputs and this contract, is taken again. Refused,
+    with the graph unchanged, if dtype, shape or strides of a result are not those of what it
+    replaces, or if the graph writes to memory in between.
+    """
+    insert = _Inserter(graph, fusion)
+    target = getattr(torch.ops.qinductor, fusion.op.name).default
+    results = []
+    try:
+        made = insert(target, insert.operands(), str(fusion.contract), str(fusion.plan))
+        again = made not in insert.inserted
+        for i, nodes in enumerate(fusion.replaced):
+            for old in nodes:
+                node = _shaped(insert, insert(operator.getitem, made, i), old.meta["val"])
+                if (again or old is not nodes[0]) and _escapes(old):
+                    node = insert(aten.clone.default, node)  # no two results are one tensor
+                _check(old.meta["val"], node.meta["val"], str(old.target))
+                results.append((old, node))
+    except Refused:
+        for node in reversed(insert.inserted):
+            graph.erase_node(node)
+        raise
+    for old, node in results:
+        old.replace_all_uses_with(node)
+
+
+class _Inserter:
+    """Inserts nodes behind the inputs of a fusion, each once: an equal one before all that is
+    replaced is taken again."""
+
+    def __init__(self, graph: Graph, fusion: Fusion) -> None:
+        self.graph, self.fusion = graph, fusion
+        self.inserted: list[Node] = []
+        self.place = {node: i for i, node in enumerate(graph.nodes)}
+        nodes = [node for node in fusion.inputs if isinstance(node, Node)]
+        holders = graph.find_nodes(op="placeholder")
+        self.cursor = max((*nodes, holders[-1]), key=self.place.__getitem__)
+        self.first = min(self.place[old] for nodes in fusion.replaced for old in nodes)
+        self.value: torch.Tensor = nodes[0].meta["val"]
+        start, end = self.place[self.cursor], max(self.place[n] for n in fusion.region)
+        for node in graph.nodes:
+            if start < self.place[node] < end and node.op == "call_function" and not pure(node):
+                raise Refused(f"{node.name} ({node.target}) may write to memory in the midst of it")
+
+    def operands(self) -> list[Node]:
+        """The inputs; a scale has one axis."""
+        found = []
+        for node in self.fusion.inputs:
+            if not isinstance(node, Node):
+                device = self.value.device
+                node = self(aten.full.default, [1], node, dtype=torch.float32, device=device)
+            elif node.meta["val"].numel() == 1 and tuple(node.meta["val"].shape) != (1,):
+                node = self(aten.view.default, node, [1])
+            found.append(node)
+        return found
+
+    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> Node:
+        other: Node
+        for other in self.graph.find_nodes(op="call_function", target=target, sort=False):
+            equal = (other.args, other.kwargs) == (args, kwargs) and target != aten.clone.default
+            if equal and self.place.get(other, self.first) < self.first:
+                self.cursor = max(self.cursor, other, key=self.place.__getitem__)
+                return other
+        with self.graph.inserting_after(self.cursor):
+            node = self.graph.call_function(target, args, kwargs)
+        given = torch.fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
+        with self.value.fake_mode:  # type: ignore[attr-defined]
+            node.meta = {**self.fusion.region[-1].meta, "val": target(*given[0], **given[1])}
+        self.place[node] = self.place[self.cursor]
+        self.inserted.append(node)
+        self.cursor = node
+        return node
+
+
+def _escapes(node: Node) -> bool:
+    """Whether a node or a view of it is a result of the graph."""
+    views = [user for user in node.users if user.op == "output" or user.target in MOVES]
+    return any(user.op == "output" or _escapes(user) for user in views)
+
+
+def _shaped(insert: Insert, node: Node, old: torch.Tensor) -> Node:
+    """The result as a view of the shape of what it replaces; as it is if that needs none."""
+    shape, symbolic = tuple(node.meta["val"].shape), has_free_symbols
+    if len(shape) == old.dim() and all(map(statically_known_true, map(eq, shape, old.shape))):
+        return node
+    sizes: list[Any] = [-1 if symbolic(s) else int(s) for s in old.shape]
+    if sizes.count(-1) > 1:
+        known = [i for i, size in enumerate(shape) if symbolic(size)]
+        for i, size in enumerate(old.shape):
+            same = [j for j in known if statically_known_true(shape[j] == size)]
+            if sizes[i] == -1 and same:
+                sizes[i] = insert(aten.sym_size.int, node, same[0])
+    if sizes.count(-1) > 1:
+        raise Refused(f"no view of {list(shape)} has the shape {list(old.shape)}")
+    return insert(aten.view.default, node, sizes)
 
 
 def restore(graph: Graph, scope: Scope) -> Iterator[tuple[Slot, list[torch.Tensor]]]:
@@ -134,7 +235,8 @@ def _made(
         value = torch.fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
         with old.fake_mode:
             made = target(*value[0], **value[1])
-        node.meta = {**replaced.meta, "val": made}
+        # By which Inductor keeps to the strides of our arguments, not to those of the replaced one.
+        node.meta = {**replaced.meta, "val": made, "eager_input_vals": value}
         return node
 
     holders = [_placeholder(graph, name, fake) for name, fake in zip(operands, fakes, strict=True)]
@@ -152,7 +254,11 @@ def _inserted(insert: Insert, holders: list[Node], lowering: Lowering) -> Node:
     """The operator's node, or the last of those that give its result the form of the product's."""
     aten = torch.ops.aten
     target = getattr(torch.ops.qinductor, lowering.operator).default
-    x, *others = lowering.inputs
+    views = lowering.views or (None,) * (len(lowering.inputs) + 1)
+    x, *others = (
+        node if sizes is None else insert(aten.reshape.default, node, list(sizes))
+        for node, sizes in zip(lowering.inputs, views[:-1], strict=True)
+    )
     texts = str(lowering.contract), str(lowering.plan)
     rank = x.meta["val"].dim()
     turn = [*range(rank - 2), rank - 1, rank - 2]
@@ -173,7 +279,7 @@ def _inserted(insert: Insert, holders: list[Node], lowering: Lowering) -> Node:
     if turned:
         node = insert(aten.permute.default, node, turn)
         node = insert(aten.clone.default, node, memory_format=torch.contiguous_format)
-    return node
+    return node if views[-1] is None else insert(aten.view.default, node, list(views[-1]))
 
 
 def _check(old: torch.Tensor, new: torch.Tensor, what: str) -> None:

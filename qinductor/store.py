@@ -105,6 +105,19 @@ def serves(entry: Entry | None, slot: Slot, arguments: Sequence[Any]) -> TypeGua
     return entry is not None and is_current(slot, entry, arguments) and has_all(entry, slot)
 
 
+def aliases(slot: Slot, arguments: Sequence[Any]) -> set[str]:
+    """Names of packed tensors that lie in the memory of the slot's own leaves."""
+    if slot.entry is None:  # nothing is packed
+        return set()
+
+    def place(tensor: torch.Tensor) -> int:
+        return tensor.untyped_storage().data_ptr()
+
+    leaves = (leaf.of(arguments) for leaf in slot.leaves)
+    own = {place(leaf) for leaf in leaves if not is_freed(leaf)} - {0}
+    return {name for name, tensor in slot.entry.tensors.items() if place(tensor) in own}
+
+
 def stamp_of(leaf: Leaf, arguments: Sequence[Any]) -> Stamp:
     """The stamp of a leaf now; its pointer is 0 if it was freed."""
     outer = arguments[leaf.index]

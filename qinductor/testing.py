@@ -24,12 +24,12 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from qinductor import tables
 from qinductor.backend import Matching
 from qinductor.options import Options
+from qinductor.oracle import errors
 from qinductor.passes import patches_of
 from qinductor.report import Report
 
 WIDTH = 96  # columns of a graph's text
 OUTPUTS = 4096  # that errors are measured over, at least
-RMS, LARGEST = 1.5, 2.0  # what a kernel's errors may be, in eager's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,19 +223,11 @@ def product_oracle(
     exact = x.double() @ w.double().T
     exact = exact if scale is None else exact * scale.double()
     exact = exact if bias is None else exact + bias.double()
-    finite = eager.isfinite()
-    error = torch.where(finite, ours.double() - exact, 0).abs()
-    allowed = torch.where(finite, eager.double() - exact, 0).abs()
-    same = (ours == eager) | (ours.isnan() & eager.isnan())
-    error = torch.where(finite | same, error, torch.inf).nan_to_num(torch.inf)
-    for metric, got, limit in (
-        ("rms error", error.square().mean().sqrt(), RMS * allowed.square().mean().sqrt()),
-        ("largest error", error.max(), LARGEST * allowed.max()),
-    ):
-        if not got <= limit:
-            at = tuple(int(i) for i in torch.unravel_index(error.argmax(), error.shape))
-            raise AssertionError(
-                f"{metric} {float(got):.3g} is over its limit {float(limit):.3g}; worst at "
-                f"{list(at)}: ours {float(ours[at])!r}, eager {float(eager[at])!r}, "
-                f"float64 {float(exact[at])!r}"
-            )
+    found = errors(ours, eager, exact)
+    over = found.over()
+    if over is not None:
+        at = found.at
+        raise AssertionError(
+            f"{over}; worst at {list(at)}: ours {float(ours[at])!r}, "
+            f"eager {float(eager[at])!r}, float64 {float(exact[at])!r}"
+        )

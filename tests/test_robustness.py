@@ -18,6 +18,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 import qinductor
 from qinductor.__main__ import main
+from qinductor.patterns.dequant_matmul import DequantMatmulPattern
 
 N = K = 64
 ROOT = Path(__file__).parents[1]
@@ -289,12 +290,6 @@ def test_two_threads_compile_two_models():
             model, x = Int8(), X.to(dtype)
             run = compiled(model)
             start.wait()
-            while qinductor.last_report() is None:
-                try:  # before 2.14 torch takes the other thread's tracing for its own
-                    run(x)
-                except RuntimeError as error:
-                    if TRACING not in str(error):
-                        raise
             for _ in range(20):
                 check(run, model, x)
             assert qinductor.last_report().sites[0].contract.startswith(contracts[dtype])
@@ -307,6 +302,8 @@ def test_two_threads_compile_two_models():
         thread.start()
     for thread in threads:
         thread.join()
+    if any(TRACING in str(error) for error in failed) and torch.__version__ < "2.14":
+        pytest.skip("before 2.14 torch may take another thread's tracing for one's own")
     assert not failed
     assert qinductor.last_report() is None  # of this thread
 
@@ -320,7 +317,7 @@ def fails(*args, **kwargs):
 
 @pytest.mark.parametrize("method", ["lower", "candidates"])
 def test_an_error_of_ours_is_reported(monkeypatch, method):
-    monkeypatch.setattr(type(qinductor.load()[0]), method, fails)
+    monkeypatch.setattr(DequantMatmulPattern, method, fails)
     check(compiled(Int8(), options=EAGER_REST), Int8(), X)
     report = qinductor.last_report()
     assert report.lowered == 0
@@ -329,7 +326,7 @@ def test_an_error_of_ours_is_reported(monkeypatch, method):
 
 @pytest.mark.parametrize("method", ["lower", "candidates"])
 def test_an_error_of_ours_is_raised_under_require(monkeypatch, method):
-    monkeypatch.setattr(type(qinductor.load()[0]), method, fails)
+    monkeypatch.setattr(DequantMatmulPattern, method, fails)
     with pytest.raises(BackendCompilerFailed, match="a slip of ours") as error:
         compiled(Int8(), options={**REQUIRE, **EAGER_REST})(X)
     assert isinstance(error.value.inner_exception, qinductor.RequiredPatternError)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from packaging.requirements import Requirement
+from scaled import provided
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
@@ -31,7 +32,7 @@ INSTALL = "see the README, 'Test': how to install the libraries of the sweep"
 # Why a case has no product to lower. The first two hold codes, and no graph shows what they mean.
 BREAK = "a graph break stands between the dequantised weight and its product"
 OPAQUE = "the library's own operator takes the codes: nothing is dequantised in the graph"
-INTEGER = "the product takes the codes themselves, and x quantised: nothing is dequantised"
+INTEGER = "the product takes codes that no contract has, or scales that are out of order"
 DENSE = "the weights are bf16: there are no codes"
 FAKE = "fake quantisation: the weight is stored in bf16 and rounded at every call"
 OUTSIDE = "the products run outside of any graph"
@@ -69,6 +70,8 @@ class Case:
     says     words that each contract has
     why      why nothing is lowered; None: it is
     reasons  regular expressions: the reasons that the report gives, in order
+    codes    for each quantiser of an activation, in order: its contract, or why it has none
+             (on a CPU no provider takes it)
     symbolic whether the number of rows is symbolic; it is called with a second one then
     dynamo   settings of Dynamo without which it makes no such graph
     casts    whether Inductor must round where eager does, because x is quantised in the graph
@@ -83,6 +86,7 @@ class Case:
     says: tuple[str, ...] = ()
     why: str | None = None
     reasons: tuple[str, ...] = ()
+    codes: tuple[str, ...] = ()
     symbolic: bool = False
     dynamo: tuple[tuple[str, bool], ...] = ()
     casts: bool = False
@@ -140,7 +144,7 @@ def built(case: Case) -> Iterator[Made]:
     for requirement in case.needs:
         meets(requirement)
     torch.manual_seed(zlib.crc32(case.name.encode()))
-    with torch.no_grad(), torch._dynamo.config.patch(dict(case.dynamo)):
+    with torch.no_grad(), torch._dynamo.config.patch(dict(case.dynamo)), provided():
         made = case.make()
         made.module.requires_grad_(False)
         with made.inside:
@@ -185,7 +189,12 @@ def run(
 def hold(case: Case, reports: list[qinductor.Report]) -> None:
     """Holds the reports of all its graphs to what the row says."""
     hold_lowered(reports, case.lowered, case.says)
-    reasons = [site.reason for r in reports for site in r.sites if not site.lowered]
+    sites = [site for r in reports for site in r.sites]
+    found = [site.contract or site.reason for site in sites if site.pattern == "quantize"]
+    assert len(found) == len(case.codes), table_of(reports)
+    for got, words in zip(found, case.codes, strict=True):
+        assert words in got, table_of(reports)
+    reasons = [s.reason for s in sites if not s.lowered and s.pattern != "quantize"]
     assert len(reasons) == len(case.reasons), table_of(reports)
     for reason, wanted in zip(reasons, case.reasons, strict=True):
         assert re.search(wanted, reason), table_of(reports)
@@ -223,6 +232,7 @@ def compare(made: Made, args: tuple, ours, eager) -> None:
 
 
 aten = torch.ops.aten
+CODE_PRODUCTS = (aten._int_mm.default, aten._scaled_mm.default, aten._scaled_mm_v2.default)
 PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.mv.default)
 
 
@@ -245,9 +255,23 @@ class Wide(TorchDispatchMode):
             x, w, ends = args[:3]
             parts = zip(x.double().tensor_split(ends[:-1].tolist()), w.double(), strict=True)
             return torch.cat([rows @ expert for rows, expert in parts])
+        if func in CODE_PRODUCTS:
+            return exact_sums(func, *args, **kwargs)
         if func in PRODUCTS:
             args = tree_map(lambda a: a.double() if isinstance(a, torch.Tensor) else a, args)
         return func(*args, **kwargs)
+
+
+def exact_sums(func, a, b, *rest, **more) -> torch.Tensor:
+    """What `func` makes of codes, in float64, rounded nowhere."""
+    sums = a.double() @ b.double()
+    if func is aten._int_mm.default:
+        return sums
+    version2 = func is aten._scaled_mm_v2.default
+    sa, sb = (rest[0][0], rest[3][0]) if version2 else rest[:2]
+    bias = more.get("bias", rest[6] if version2 else rest[2] if len(rest) > 2 else None)
+    sums = sums * sa.double() * sb.double()
+    return sums if bias is None else sums + bias.double()
 
 
 def is_wide(value) -> bool:

@@ -1,0 +1,371 @@
+"""What a cast to codes computes: where y begins, how it is quantised, what makes it."""
+
+import contextlib
+import dataclasses
+import itertools
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from qinductor.contracts import parse
+from qinductor.errors import Refused
+from qinductor.kernels.quantize import Quantize, Source
+from qinductor.patterns.activation_formats.gates import source_of
+from qinductor.patterns.activation_formats.identify import Answers, battery, identify, near, plain
+from qinductor.patterns.activation_formats.norms import norm_of
+from qinductor.patterns.activation_formats.probe import Function, Numbers, function, numbers
+from qinductor.patterns.activation_formats.prove import prove
+from qinductor.patterns.activation_formats.sources import (
+    PARTIAL,
+    Site,
+    beginning,
+    count,
+    fixed,
+    is_reduced,
+    site_of,
+)
+from qinductor.regions import FLOATS, INTEGER, Scope, aten, describe
+
+SCALE = (*FLOATS, torch.float8_e8m0fnu)
+ELEMENTS = 1 << 19  # of a battery, at most
+GROUPS = (48, 512)  # in it, at least and at most
+RUNS = 20  # for a battery, where a run takes few groups, but for GROUPS
+SCALES = 3  # reduced tensors that are tried as the scale, or as the zero
+TRIED = 8  # contracts of one batch of answers that are proved
+GIVEN = 0.0213  # the static scale that probes are made with
+# The contract; the places of codes, scale and zero among the outputs; a static scale that is a
+# number in the region.
+Identified = tuple[Quantize, tuple[tuple[int, ...], ...], float | None]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Found:
+    """A proved quantiser.
+
+    inputs, replaced, region  as in `Fusion`
+    m                         rows, None where they are symbolic
+    """
+
+    contract: Quantize
+    inputs: tuple[Node | float, ...]
+    replaced: tuple[tuple[Node, ...], ...]
+    region: tuple[Node, ...]
+    m: int | None
+    evaluations: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Quantiser:
+    """What follows y: its contract, and the nodes that hold codes, scale and zero.
+
+    numbers  that it computes with
+    literal  the static scale, where it is one of them
+    """
+
+    contract: Quantize
+    outputs: tuple[tuple[Node, ...], ...]
+    numbers: Numbers
+    literal: float | None
+
+
+class Finder:
+    """Finds quantisers; equal regions are probed and proved once. norms: of RMS norms alone."""
+
+    def __init__(self, norms: bool = False) -> None:
+        self.norms = norms
+        self._known: dict[str, Any] = {}
+        self.runs = 0
+
+    def __call__(self, codes: Node, scope: Scope) -> Found:
+        """The farthest source of a cast that the operator has, proved; or Refused."""
+        self.runs = 0
+        try:
+            return self._found(site_of(codes, scope, self.norms))
+        except (RuntimeError, IndexError, TypeError, ValueError) as error:
+            first = str(error).strip().partition("\n")[0]
+            raise Refused(f"it cannot be run on probes: {type(error).__name__}: {first}") from error
+
+    def _found(self, site: Site) -> Found:
+        at = beginning(site)
+        y = site.cuts[at][0]
+        k = y.meta["val"].shape[-1]
+        if fixed(k) is None:
+            raise Refused(f"the last size of what is quantised must be a number; it is {k}")
+        after = self._quantiser(site, y)
+        for cut in reversed(site.cuts[at:]):
+            source, inputs = self._source(site, cut, y)
+            if source is not None:
+                break
+        assert source is not None  # the last cut is y itself
+        if self.norms and not source.norm:
+            raise Refused("what is quantised is made by no RMS norm x * rsqrt(mean(x^2) + eps) * w")
+        contract = dataclasses.replace(after.contract, source=source, x=inputs[0].meta["val"].dtype)
+        _check_inputs(inputs)
+        outputs, sums = [nodes[0] for nodes in after.outputs], _sums(site, inputs, source)
+        region = function(inputs, [*outputs, *sums], site.order, self.norms)
+        if inputs != (y,):
+            self.runs += self._once(
+                f"{region.text()}\n{contract}",
+                lambda: prove(region, contract, after.numbers.every, after.literal),
+            )
+        added = _added(inputs[0]) if source.norm == "rms" else None
+        if added is not None:  # by the operator that was put in for another quantiser
+            inputs, sums = added, []
+            contract = dataclasses.replace(
+                contract, source=dataclasses.replace(source, norm="add+rms")
+            )
+        shape = [fixed(size) for size in inputs[0].meta["val"].shape[:-1]]
+        literal = () if after.literal is None else (after.literal,)
+        return Found(
+            contract=contract,
+            inputs=(*inputs, *region.given, *literal),
+            replaced=(*after.outputs, *((node,) for node in sums)),
+            region=tuple(n for n in site.order if n in site.varying and n not in inputs),
+            m=None if None in shape else math.prod(size or 0 for size in shape),
+            evaluations=self.runs,
+        )
+
+    def _once(self, key: str, make: Callable[[], Any]) -> Any:
+        """What `make` returns or how it refuses, for regions of one text."""
+        if key not in self._known:
+            try:
+                self._known[key] = make()
+            except Refused as refusal:
+                self._known[key] = refusal
+        found = self._known[key]
+        if isinstance(found, Refused):
+            raise found
+        return found
+
+    def _quantiser(self, site: Site, y: Node) -> Quantiser:
+        """What follows y."""
+        inside, after = set(site.order), site.after(y)
+        parts = [n for n in after if n.target in PARTIAL]
+        if parts:
+            raise Refused(f"{parts[0].name} ({parts[0].target}) takes parts of what is quantised")
+        reduced = [n for n in after if is_reduced(n, site.codes)]
+        used = [n for n in reduced if any(user not in inside for user in n.users)]
+        within = [n for n in reduced if n not in site.side]
+        floats = [n for n in [*reversed(used), *reversed(within)] if n.meta["val"].dtype in SCALE]
+        scales = list(dict.fromkeys(floats))[:SCALES]
+        whole = sorted(reduced, key=lambda n: (n not in used, _dtype(n) not in INTEGER))
+        zeros = [n for n in whole if n in used or _dtype(n) in INTEGER][:SCALES]
+        region = function([y], [site.codes, *reduced], site.order)
+        known = numbers(region)
+        places = tuple([region.outputs.index(n) for n in found] for found in (scales, zeros))
+        again = [region.outputs.index(n) for n in used]
+        contract, outputs, literal = self._once(
+            f"{region.text()}\n{places} {again}",
+            lambda: self._identified(region, places, again, known),
+        )
+        nodes = tuple(tuple(region.outputs[i] for i in each) for each in outputs)
+        return Quantiser(_laid(contract, nodes), nodes, known, literal)
+
+    def _identified(
+        self, region: Function, places: tuple[list[int], ...], used: list[int], known: Numbers
+    ) -> Identified:
+        """The contract of a region; `used` are the outputs that are read elsewhere."""
+        scales, zeros = places
+        value = region.inputs[0].meta["val"]
+        base = plain(int(value.shape[-1]), value.dtype, _dtype(region.outputs[0]), 0, torch.float32)
+        if not scales:
+            return self._static(region, base, known)
+        refused: Refused | None = None
+        whole = [i for i in zeros if _dtype(region.outputs[i]) in INTEGER]
+        order = [*whole, None, *(i for i in zeros if i not in whole)]
+        for zero, scale in itertools.product(order, scales):
+            group = _group(region, region.outputs[scale])
+            if group is None or zero == scale:
+                continue
+            dtype = None if zero is None else _dtype(region.outputs[zero])
+            member = dataclasses.replace(
+                base, group=group, scale=_dtype(region.outputs[scale]), zero=dtype
+            )
+            chosen = (0, scale) if zero is None else (0, scale, zero)
+            try:
+                answers = self._asked(region, member, chosen, known)
+                contract = self._proved(region, member, answers, chosen, known)
+                again = self._again(region, contract, scale, used, known)
+                return contract, ((0,), (scale, *again), *((i,) for i in chosen[2:])), None
+            except Refused as refusal:
+                refused = _nearer(refused, refusal)
+        raise refused or Refused(
+            f"no scale belongs to groups of {describe(region.inputs[0])}: found "
+            f"{', '.join(describe(region.outputs[i]) for i in scales)}"
+        )
+
+    def _proved(
+        self,
+        region: Function,
+        base: Quantize,
+        answers: Answers,
+        places: Sequence[int],
+        known: Numbers,
+        literal: float | None = None,
+    ) -> Quantize:
+        """The first contract of these answers that stands the proof."""
+        dtypes = [n.meta["val"].dtype for n in region.nodes if _is_float(n)]
+        outputs = tuple(region.outputs[i] for i in places)
+        narrow = dataclasses.replace(region, outputs=outputs)
+        refused: Refused | None = None
+        for member in itertools.islice(identify(base, answers, known, dtypes), TRIED):
+            try:
+                self.runs += prove(narrow, member, known.every, literal)
+            except Refused as refusal:
+                refused = refused or refusal
+            else:
+                return member
+        assert refused is not None  # `identify` gives one or refuses
+        raise refused
+
+    def _again(
+        self, region: Function, contract: Quantize, scale: int, used: list[int], known: Numbers
+    ) -> list[int]:
+        """The places of other outputs that hold the scale."""
+        found = []
+        for i in used:
+            first, other = (region.outputs[j].meta["val"] for j in (scale, i))
+            if i != scale and (first.dtype, count(first)) == (other.dtype, count(other)):
+                outputs = (region.outputs[0], region.outputs[i])
+                with contextlib.suppress(Refused):
+                    narrow = dataclasses.replace(region, outputs=outputs)
+                    self.runs += prove(narrow, contract, known.every)
+                    found.append(i)
+        return found
+
+    def _static(self, region: Function, base: Quantize, known: Numbers) -> Identified:
+        """As `_identified`, of a region whose scale is given."""
+        if len(region.given) > 1:
+            raise Refused(f"a quantiser has one scale; it reads {len(region.given)}")
+        scale, values = torch.float32, [v for v in known.every if v > 0]
+        if region.given:
+            scale, values = _dtype(region.given[0]), [GIVEN]
+        refused: Refused | None = None
+        rows = region.rows(GROUPS[0])
+        member = dataclasses.replace(base, static=True, scale=scale)
+        for value in values:
+            given = [torch.full(n.meta["val"].shape, value).to(scale) for n in region.given]
+            y = near(battery(rows, base.k, base.x, [*known.every, value], 0), value, 0)
+            codes = region([y], given)[0].reshape(y.shape)
+            self.runs += 1
+            held = torch.tensor(value).to(scale)
+            answers = Answers(y, codes, None, given=held)
+            literal = None if region.given else value
+            try:
+                contract = self._proved(region, member, answers, [0], known, literal)
+                return contract, ((0,),), literal
+            except Refused as refusal:
+                refused = refused or refusal
+        raise refused or Refused("a quantiser must have a scale; it has none")
+
+    def _asked(
+        self, region: Function, member: Quantize, places: Sequence[int], known: Numbers
+    ) -> Answers:
+        """What the region answers to a battery."""
+        k, group = member.k, member.group
+        rows = region.rows(2 if not group else min(256, max(4, ELEMENTS // k)))
+        width, each = (group, rows * k // group) if group else (rows * k, 1)
+        n = max(GROUPS[0], min(ELEMENTS // width, GROUPS[1], RUNS * each))
+        n = -(-n // each) * each
+        y = battery(n, width, member.x, known.every, 0)
+        found: list[list[torch.Tensor]] = [[] for _ in places]
+        for part in y.split(each):
+            out = region([part.reshape(rows, k)])
+            self.runs += 1
+            for held, i in zip(found, places, strict=True):
+                held.append(out[i].reshape(len(part), -1))
+        codes, *others = (torch.cat(held) for held in found)
+        return Answers(y, codes, *(other.reshape(-1) for other in others))
+
+    def _source(
+        self, site: Site, cut: tuple[Node, ...], y: Node
+    ) -> tuple[Source | None, tuple[Node, ...]]:
+        """(what makes y of the nodes of a cut or None, these nodes in the operator's order)."""
+        dtype = y.meta["val"].dtype
+        if cut == (y,):
+            return Source(y=dtype), cut
+        if any(fixed(n.meta["val"].shape[-1]) is None for n in cut):
+            return None, cut
+        try:
+            region = function(cut, [y], site.order, self.norms)
+        except Refused:
+            return None, cut
+        if region.given and not self.norms:
+            return None, cut
+        make = norm_of if self.norms else source_of
+        runs, source, turned = self._once(region.text(), lambda: make(region))
+        self.runs += runs
+        return source, cut[::-1] if turned else cut
+
+
+def _sums(site: Site, inputs: Sequence[Node], source: Source) -> list[Node]:
+    """The node that adds a residual, if the source does."""
+    if source.norm != "add+rms":
+        return []
+    return [n for n in site.order if n.target is aten.add.Tensor and {*n.args} == {*inputs}][:1]
+
+
+def _added(node: Node) -> tuple[Node, ...] | None:
+    """The two tensors of which a node is the sum, where a quantiser's operator made it."""
+    made = node.args[0] if node.target is operator.getitem else None
+    if not isinstance(made, Node) or made.target is not torch.ops.qinductor.quantize.default:
+        return None
+    inputs, text, _ = made.args
+    contract = parse(Quantize, str(text))
+    last = 2 + (contract.zero is not None)
+    assert isinstance(inputs, (list, tuple))
+    added = tuple(n for n in inputs[:2] if isinstance(n, Node))
+    return added if contract.residual and node.args[1] == last else None
+
+
+def _nearer(first: Refused | None, then: Refused) -> Refused:
+    """The one of two refusals that came later in the search."""
+    order = ("no scale", "no floor", "no codes")
+    ranks = [next((i for i, words in enumerate(order) if r.reason.startswith(words)), len(order))
+             for r in (first or then, then)]  # fmt: skip
+    return then if first is None or ranks[1] > ranks[0] else first
+
+
+def _group(region: Function, scale: Node) -> int | None:
+    """Elements of a row that share a scale; 0 for all rows, None where there is no such number."""
+    y = region.inputs[0].meta["val"]
+    k, entries = int(y.shape[-1]), count(scale.meta["val"])
+    rows = count(y) // k
+    if entries == 1 and rows > 1:
+        return 0
+    each = entries // rows
+    return None if entries % rows or k % each else k // each
+
+
+def _is_float(node: Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.dtype in FLOATS
+
+
+def _check_inputs(inputs: Sequence[Node]) -> None:
+    for node in inputs:
+        value = node.meta["val"]
+        if value.stride(-1) != 1:
+            raise Refused(f"rows must be contiguous; {node.name} has strides {value.stride()}")
+
+
+def _dtype(node: Node) -> torch.dtype:
+    found: torch.dtype = node.meta["val"].dtype
+    return found
+
+
+def _laid(contract: Quantize, outputs: tuple[tuple[Node, ...], ...]) -> Quantize:
+    """The contract with the layout that its scale has in the graph."""
+    if len(outputs) < 2 or not contract.group:
+        return contract
+    value = outputs[1][0].meta["val"]
+    strides = value.stride()
+    column = value.dim() == 2 and not value.is_contiguous()
+    if column and strides[0] == 1 and statically_known_true(strides[1] == value.shape[0]):
+        return dataclasses.replace(contract, layout="column")
+    return contract

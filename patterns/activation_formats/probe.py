@@ -1,0 +1,209 @@
+"""A region run on chosen rows: its symbolic sizes are replaced, a large static M made smaller."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import Node
+
+from qinductor.errors import Refused
+from qinductor.patterns.activation_formats.sources import REDUCTIONS, count, number
+from qinductor.regions import MOVES, VIEWS, aten, attribute, describe, digest
+
+CLAMPS = {
+    aten.clamp_min.default, aten.clamp_max.default, aten.clamp_min.Tensor, aten.clamp_max.Tensor,
+    aten.clamp.default, aten.clamp.Tensor, aten.minimum.default, aten.maximum.default,
+}  # fmt: skip
+LARGEST = 1 << 16  # elements of a static graph that it is run with as it is; with fewer rows above
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Function:
+    """Outputs of a graph as a function of nodes in it.
+
+    inputs    what it is a function of, [..., width] each with the same number of rows
+    given     tensors that it reads beside them, parameters, buffers or arguments: vectors, then
+              those of one element
+    outputs   what it gives
+    nodes     what is computed, in graph order
+    constants tensors that the graph itself holds
+    """
+
+    inputs: tuple[Node, ...]
+    given: tuple[Node, ...]
+    outputs: tuple[Node, ...]
+    nodes: tuple[Node, ...]
+    constants: dict[Node, torch.Tensor]
+
+    def rows(self, wanted: int) -> int:
+        """The number of rows that a run takes, about as many as are wanted."""
+        return math.prod(self.lead(self.inputs[0], self.symbols(wanted))[:-1])
+
+    def symbols(self, wanted: int) -> dict[sympy.Symbol, int]:
+        """Values of the symbols for about so many rows."""
+        shape = self.inputs[0].meta["val"].shape
+        free = [s.node.expr.free_symbols for s in shape[:-1] if isinstance(s, torch.SymInt)]
+        symbols = sorted(set().union(*free), key=str)
+        found = dict.fromkeys(symbols, 2)
+        if symbols:
+            unit = math.prod(number(s, {**found, symbols[0]: 1}) for s in shape[:-1])
+            found[symbols[0]] = max(2, -(-wanted // max(1, unit)))
+        return found
+
+    def lead(self, node: Node, symbols: Mapping[sympy.Symbol, int]) -> list[int]:
+        """The shape of an input in a run; a static one is made smaller where it is large."""
+        shape = node.meta["val"].shape
+        sizes = [number(size, symbols) for size in shape]
+        if not symbols and math.prod(sizes) > LARGEST and len(sizes) > 1:
+            axis = max(range(len(sizes) - 1), key=sizes.__getitem__)
+            sizes[axis] = max(1, LARGEST * sizes[axis] // math.prod(sizes))
+        return sizes
+
+    def __call__(
+        self, tensors: Sequence[torch.Tensor], given: Sequence[torch.Tensor] = ()
+    ) -> list[torch.Tensor]:
+        """The outputs for inputs [rows, width], where rows is a number that `rows` returned."""
+        symbols = self.symbols(len(tensors[0]))
+        env: dict[Node, Any] = dict(self.constants)
+        for node, tensor in zip(self.inputs, tensors, strict=True):
+            env[node] = tensor.reshape(self.lead(node, symbols))
+        env.update(zip(self.given, given, strict=True))
+        run = _Run(env, symbols)
+        for node in self.nodes:
+            if node not in env:
+                env[node] = run(node)
+        return [env[node] for node in self.outputs]
+
+    def text(self) -> str:
+        """Equal for two functions that run the same operators on values of the same kind."""
+        index = {node: i for i, node in enumerate((*self.inputs, *self.given, *self.nodes))}
+
+        def show(value: Any) -> str:
+            return f"%{index[value]}" if value in index else str(value.meta["val"])
+
+        lines = []
+        for node in index:
+            arguments = torch.fx.node.map_arg((node.args, dict(node.kwargs)), show)
+            ours = node in self.inputs or node in self.given
+            what = "" if ours or node in self.constants else f"{node.target} {arguments}"
+            lines.append(f"{what} {describe(node)} {digest(self.constants.get(node))}")
+        return "\n".join([*lines, *(str(index[node]) for node in self.outputs)])
+
+
+def function(
+    inputs: Sequence[Node], outputs: Sequence[Node], order: Sequence[Node], vectors: bool = False
+) -> Function:
+    """The function from some nodes to others; `order` holds all behind the outputs. Refused if it
+    depends on a tensor of more than one element beside them, or axis where it may have vectors."""
+    needed, stack = set(), list(outputs)
+    while stack:
+        node = stack.pop()
+        if node not in needed and node not in inputs:
+            needed.add(node)
+            stack.extend(node.all_input_nodes)
+    given, nodes, constants = [], [], {}
+    for node in (n for n in order if n in needed):
+        value = node.meta.get("val")
+        if node.op == "get_attr":
+            held = attribute(node)
+            if isinstance(held, FakeTensor):
+                raise Refused(f"{node.name} is a constant of unknown value")
+            constants[node] = held.detach().cpu()
+            nodes.append(node)
+        elif node.op == "placeholder":
+            if isinstance(value, torch.Tensor):
+                given.append(node)
+                if value.numel() != 1 and not (vectors and value.dim() == 1):
+                    raise Refused(f"the codes also depend on {node.name}, {describe(node)}")
+        elif isinstance(value, (torch.Tensor, list, tuple)):
+            nodes.append(node)
+    given.sort(key=lambda n: n.meta["val"].numel() == 1)
+    return Function(tuple(inputs), tuple(given), tuple(outputs), tuple(nodes), constants)
+
+
+class _Run:
+    """One run: every node on the sizes that this run has."""
+
+    def __init__(self, env: dict[Node, Any], symbols: Mapping[sympy.Symbol, int]) -> None:
+        self.env, self.symbols = env, symbols
+
+    def __call__(self, node: Node) -> Any:
+        def real(value: Any) -> Any:
+            if isinstance(value, Node):
+                held = value.meta.get("val")
+                return self.env[value] if value in self.env else number(held, self.symbols)
+            if isinstance(value, torch.SymInt):
+                return number(value, self.symbols)
+            return torch.device("cpu") if isinstance(value, torch.device) else value
+
+        args, kwargs = torch.fx.node.map_aggregate((node.args, dict(node.kwargs)), real)
+        if not self.symbols and node.target in VIEWS | {aten.expand.default}:
+            args = (args[0], self._sizes(node, self.env[node.all_input_nodes[0]]))
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+    def _sizes(self, node: Node, source: torch.Tensor) -> list[int]:
+        """The sizes of a view of a source that has fewer rows than in the graph."""
+        out = [int(size) for size in node.meta["val"].shape]
+        traced = [int(size) for size in node.all_input_nodes[0].meta["val"].shape]
+        changed = [i for i, size in enumerate(traced) if source.shape[i] != size]
+        if not changed:
+            return out
+        (axis,) = changed
+        start, end = math.prod(traced[:axis]), math.prod(traced[: axis + 1])
+        if node.target is aten.expand.default:
+            out[axis + len(out) - len(traced)] = source.shape[axis]
+            return out
+        ends = [math.prod(out[: i + 1]) for i in range(len(out))]
+        inside = [i for i, e in enumerate(ends) if e > start and e // out[i] < end and out[i] > 1]
+        largest = max(inside, key=out.__getitem__)
+        out[largest] = out[largest] * source.shape[axis] // traced[axis]
+        return out
+
+
+def same(ours: torch.Tensor, region: torch.Tensor) -> torch.Tensor:
+    """Where two tensors of one dtype hold the same bits, or nan both."""
+    bits = BITS[ours.dtype.itemsize]
+    equal: torch.Tensor = ours.contiguous().view(bits) == region.contiguous().view(bits)
+    if ours.dtype.is_floating_point:
+        equal = equal | (ours.float().isnan() & region.float().isnan())
+    return equal
+
+
+@dataclasses.dataclass(frozen=True)
+class Numbers:
+    """What a region computes with: literals, and what it computes of them alone.
+
+    bounds  those of them that it clamps by
+    """
+
+    every: list[float]
+    bounds: list[float]
+
+
+def numbers(region: Function) -> Numbers:
+    """The numbers of a region."""
+    every: set[float] = set()
+    bounds: set[float] = set()
+    run = _Run(dict(region.constants), {})
+
+    def keep(value: Any, into: set[float]) -> None:
+        value = run.env.get(value) if isinstance(value, Node) else value
+        value = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
+            into.add(float(value))
+
+    for node in region.nodes:
+        value: Any = node.meta.get("val")
+        one = isinstance(value, torch.Tensor) and count(value) == 1
+        if one and node not in run.env and all(n in run.env for n in node.all_input_nodes):
+            run.env[node] = run(node)
+        if node.op == "call_function" and node.target not in REDUCTIONS | MOVES:
+            for into in (every, bounds) if node.target in CLAMPS else (every,):
+                for argument in (*node.args, *node.kwargs.values()):
+                    keep(argument, into)
+    return Numbers(sorted(every), sorted(bounds))

@@ -1,0 +1,188 @@
+"""Products of two operands that are dequantised from codes: what they are on the codes alone."""
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from qinductor.contracts import FLOAT_CODES, QuantizedWeight, dequantize
+from qinductor.errors import Refused
+from qinductor.kernels.scaled_matmul import Operands, ScaledMatmul, reference
+from qinductor.oracle import LARGEST, Errors, errors
+from qinductor.patterns.chains import Side, Step, run
+from qinductor.patterns.code_products import CodeProduct
+from qinductor.patterns.dequantised import POWERS, Making, dequantised, has_codes
+from qinductor.patterns.epilogues import PROBES, Epilogue, Factor, Roles
+from qinductor.patterns.products import check_other_users, is_quantized, sides
+from qinductor.regions import Scope, aten, behind
+
+PLACES: dict[Any, int | None] = {aten.mm.default: None, aten.addmm.default: 0}  # of the bias
+# What the rms error may be, in eager's: it is measured on some rows, and on codes and scales that
+# are no activation's, so it is less than the product oracle allows on all.
+MEASURED = 1.25
+STRIPS = 4  # of rows of the weight that a product is measured on
+FP32 = torch.float32
+
+
+def is_site(node: Node, scope: Scope) -> bool:
+    """Whether both operands of a product are made from codes."""
+    if node.target not in PLACES:
+        return False
+    left, right = sides(node)
+    return has_codes(left) and is_quantized(right, scope)
+
+
+def product_of(node: Node, scope: Scope) -> CodeProduct:
+    """The product on the codes of x, or Refused."""
+    left, right = sides(node)
+    at = PLACES[node.target]
+    bias = None if at is None else node.args[at]
+    assert bias is None or isinstance(bias, Node)
+    factors = {name: node.kwargs.get(name, 1) for name in ("beta", "alpha")}
+    if any(factor != 1 for factor in factors.values()):
+        raise Refused(f"{node.target} must have beta = 1 and alpha = 1; it has {factors}")
+    k = right.meta["val"].shape[0]
+    x = dequantised(left, int(k), scope)
+    order, _ = behind(right, scope)
+    check_other_users(node, order, right.meta["val"].numel())
+    scales: tuple[Factor, ...] = ()
+    if x.scale is not None:
+        constant = not behind(x.scale, scope)[1]
+        scales = (Factor(x.scale, "row" if x.making.group else "one", constant),)
+    start = Epilogue(node, scales, bias, inside=len(scales), last=node)
+    return CodeProduct(x.codes, right, start, x.making.group if scales else None, x=x)
+
+
+def on_codes(weight: QuantizedWeight) -> QuantizedWeight:
+    """The weight as a product of codes has it: not rounded. Refused if there is none."""
+    form = weight.format
+    codes = form.codes in FLOAT_CODES or form.codes in ("int8", "int4")
+    if not codes or form.arithmetic not in ("q", "q*s") or form.permuted:
+        raise Refused(
+            f"the weight must be int8, int4 or float8 codes, times a scale of blocks in order; it "
+            f"is {form.codes} {form.granularity} {form.arithmetic}{' permuted' * form.permuted}"
+        )
+    form = dataclasses.replace(form, inner=FP32, compute=FP32, dtype=FP32)
+    return dataclasses.replace(weight, format=form)
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """One product that is to be lowered, as data: by it its exactness is measured.
+
+    making      how x is made of its codes; None: the graph multiplies codes
+    activation  what scales the sums after the product, if x is not scaled before it
+    weight      the same of the weight
+    bias        what is added after the product; None: the product itself adds it, if there is one
+    steps       what follows the product
+    near        whether the product on codes must be as exact as the graph's
+    """
+
+    near: bool
+    contract: ScaledMatmul
+    making: Making | None
+    activation: Side | None
+    weight: Side | None
+    bias: Side | None
+    steps: tuple[Step, ...]
+
+    @staticmethod
+    def of(
+        product: CodeProduct, found: Epilogue, of: Roles, contract: ScaledMatmul, near: bool
+    ) -> "Site":
+        """What a product and what follows it are."""
+        inside = found.factors[: found.inside]
+
+        def later(factor: Factor | None) -> Side | None:
+            return None if factor is None or factor in inside else factor.side
+
+        return Site(
+            near=near,
+            contract=contract,
+            making=None if product.x is None else product.x.making,
+            activation=later(of.activation),
+            weight=later(of.weight),
+            bias=Side.of(found.bias) if found.bias and not product.start.bias else None,
+            steps=found.steps,
+        )
+
+    @property
+    def text(self) -> str:
+        """Equal for sites that are checked alike: without the names that the graph has."""
+        if self.making is None:
+            return ""
+        names: dict[str, str] = {}
+        return re.sub(
+            r"name='(\w+)'", lambda m: names.setdefault(m[1], f"name={len(names)}"), str(self)
+        )
+
+    def check(self, operands: Operands, weight: QuantizedWeight) -> None:
+        """Refused if x is not its codes times their scale or, where it must be near, if the product
+        on codes is further from the exact product of the graph's own operands than it may be.
+        Nothing is to be checked where the graph multiplies codes. `weight`: as the graph has it."""
+        if self.making is None:
+            return
+        found = self._errors(self.making, operands, weight)
+        if self.near and found.over(MEASURED) is not None:
+            (ours, eager), (largest, allowed) = found.rms, found.largest
+            raise Refused(
+                f"the graph multiplies dequantised operands, and the product of their codes is "
+                f"further from that than its own: rms error {ours:.3g} for {eager:.3g}, largest "
+                f"{largest:.3g} for {allowed:.3g}, allowed {MEASURED:g} and {LARGEST:g} times as "
+                "much; the pattern scaled_matmul_requantised lowers it all the same",
+                contract=self.contract.summary,
+            )
+
+    def _errors(self, making: Making, operands: Operands, weight: QuantizedWeight) -> Errors:
+        k, device = self.contract.weight.k, weight.codes.device
+        codes, scale, x = (t.to(device) for t in making.probes(k))
+        if self.activation is not None:
+            low, high = POWERS
+            rows = PROBES if self.contract.group else 1
+            scale = torch.linspace(low, high, rows, device=device).exp2()[:, None]
+            scale = scale.to(self.activation.dtype)
+        parts = []
+        for start, count in _strips(weight):
+            w = weight.rows(start, count)
+            bias = None if operands.bias is None else operands.bias[start : start + count]
+            part = Operands(operands.weight.rows(start, count), bias)
+            form = dataclasses.replace(self.contract, weight=part.weight.format)
+            ours = reference(form, codes, scale if form.group else scale.reshape(1), part)
+            parts.append((ours, *self._graphs(x, dequantize(w), scale, part)))
+        result, eager, exact = (torch.cat(values, 1) for values in zip(*parts, strict=True))
+        return errors(result, eager, exact)
+
+    def _graphs(
+        self, x: torch.Tensor, w: torch.Tensor, scale: torch.Tensor, operands: Operands
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(the graph's product, the exact one) with some rows of the weight."""
+        given: dict[Side, torch.Tensor] = {}
+        exact, bias = x.double() @ w.double().t(), operands.bias
+        if self.activation is not None:
+            given[self.activation] = self.activation.probe(scale)
+            exact = exact * scale.double()
+        if self.weight is not None and operands.weight.scale is not None:
+            column = operands.weight.scale.reshape(1, -1)
+            given[self.weight] = self.weight.probe(column)
+            exact = exact * column.double()
+        value = torch.mm(x, w.t())
+        if bias is not None:
+            exact = exact + bias.double()
+            if self.bias is None:
+                value = torch.addmm(bias, x, w.t())
+            else:
+                given[self.bias] = bias[None]
+        return run(self.steps, value, given), exact
+
+
+def _strips(weight: QuantizedWeight) -> Iterator[tuple[int, int]]:
+    """(start, count) of some rows, as many in all as an error must be measured over."""
+    form, count = weight.format, PROBES // STRIPS
+    if form.n <= PROBES:
+        yield 0, form.n
+        return
+    for strip in range(STRIPS):
+        yield form.n * strip // STRIPS // form.bn * form.bn, count

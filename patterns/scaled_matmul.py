@@ -1,0 +1,243 @@
+"""codes of an activation times codes of a constant weight, and what scales the sums.
+
+    a codes   sa   w codes   s                        a codes   sa   packed codes, scales, bias
+       |      |      |       |                           |      |      |
+       _scaled_mm / _scaled_mm_v2  [-> + bias]    ->     qinductor.scaled_matmul
+       _int_mm -> cast -> * sa -> * s -> + bias -> cast
+       mm(dequantised codes, dequantised weight) -> ...
+
+Read off the operators: `_scaled_mm` names its scales, their shapes say of which blocks. Probed:
+what follows the sums (`epilogues`), which must be one scale for each side and a bias; how x is
+made of its codes (`dequantised`), and the weight of its own (`weight_formats`). Codes that are
+multiplied as they are need no proof. What makes the activation's codes is another pattern's.
+
+A product of dequantised operands rounds them, that of their codes does not: it is lowered where
+that is within the product oracle for this weight, else only by the family that is named for it.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from qinductor.contracts import QuantizedWeight
+from qinductor.errors import Refused
+from qinductor.kernels.scaled_matmul import SCALED_MATMUL, Operands, ScaledMatmul
+from qinductor.pattern import Lowering, Planner
+from qinductor.patterns import code_products, requantised
+from qinductor.patterns.code_products import CODES, CodeProduct, Grid, check_codes, codes_of
+from qinductor.patterns.constants import check_constant, check_format
+from qinductor.patterns.epilogues import Epilogue, Roles, epilogues, known, prove, roles
+from qinductor.patterns.requantised import on_codes
+from qinductor.patterns.weight_formats.reading import WEIGHTS
+from qinductor.regions import FLOATS, PRODUCTS, Axes, Region, Scope, behind, describe, extract
+
+LARGEST = 1 << 30  # sum that an epilogue is tried on
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Parts:
+    """The regions of one site, and what they make; the site's leaves are those of each, in order.
+
+    weight  of codes, or dequantised: then it has its own scales
+    scale   of the product
+    blocks  (bn, bk) of the weight that share an entry of that scale
+    bias    of the product
+    """
+
+    weight: Region
+    scale: Region | None
+    blocks: tuple[int, int]
+    bias: Region | None
+
+    @property
+    def regions(self) -> list[Region]:
+        """Those that are there."""
+        return [r for r in (self.weight, self.scale, self.bias) if r is not None]
+
+    def read(
+        self, tensors: Sequence[torch.Tensor], freed: Sequence[Any] | None = None
+    ) -> tuple[QuantizedWeight, tuple[int, int]]:
+        """(the weight that these leaves make, proved; evaluations on probes and of the whole).
+        `freed`: the operands of which it was proved to be one before its leaves were freed."""
+        tensors = tensors[: len(self.weight.leaves)]
+        if self.weight.dtype in CODES:
+            return codes_of(self.weight, tensors), (0, 1)
+        if freed is not None:
+            return freed[0].weight, (0, 0)
+        (weight,), evaluations = WEIGHTS(self.weight, tensors)
+        return weight, evaluations
+
+    def operands(self, weight: QuantizedWeight, tensors: Sequence[torch.Tensor]) -> Operands:
+        """The operands for these leaves. Codes may be a leaf's own memory, scales never are: when
+        the model is gone, what was packed of it goes with them."""
+        weight, start = on_codes(weight), len(self.weight.leaves)
+        n, k = self.weight.shape
+        if self.scale is not None:
+            if weight.scale is not None:
+                raise Refused(
+                    f"the weight must be scaled once; it has a {weight.format.granularity} scale, "
+                    "and its product one more"
+                )
+            (bn, bk), end = self.blocks, start + len(self.scale.leaves)
+            found, start = self.scale(tensors[start:end]), end
+            scale = found[:, : -(-k // bk)].expand(-(-n // bn), -(-k // bk)).clone()
+            form = dataclasses.replace(
+                weight.format, bn=bn, bk=bk, arithmetic="q*s", scale=scale.dtype
+            )
+            weight = QuantizedWeight(form, weight.codes, scale.contiguous())
+        bias = None if self.bias is None else self.bias(tensors[start:]).reshape(-1).clone()
+        return Operands(weight, bias)
+
+
+class ScaledMatmulPattern:
+    """Lowers products of quantised activations and quantised constant weights.
+
+    near  whether a product of dequantised operands is lowered only where that is as exact
+    """
+
+    def __init__(self, name: str, default: str, near: bool) -> None:
+        self.name, self.default, self.near = name, default, near
+
+    def candidates(self, graph: Graph, scope: Scope) -> Iterator[Node]:
+        """Products of codes, and those of two operands that are dequantised."""
+        for node in graph.nodes:
+            of_codes = self.near and node.target in code_products.ANCHORS
+            if of_codes or requantised.is_site(node, scope):
+                yield node
+
+    def lower(self, node: Node, scope: Scope, planner: Planner) -> Lowering:
+        """The lowering of one product, or Refused."""
+        of_codes = node.target in code_products.ANCHORS
+        product = (code_products if of_codes else requantised).product_of(node, scope)
+        check_codes(product)
+        weight = _region("weight", product.weight, Axes(1, 0), scope)
+        if product.grid is not None:
+            check_constant("weight's scale", *behind(product.grid.node, scope), scope)
+        epilogue, found = _scaling(product, scope)
+        parts = _parts(product, weight, epilogue, found, scope)
+        leaves = tuple(leaf for region in parts.regions for leaf in region.leaves)
+        values = [scope.value(leaf) for leaf in leaves]
+        read_as, evaluations = parts.read(values, scope.known(weight))
+        operands = parts.operands(read_as, values)
+        contract = _contract(product, epilogue, found, operands)
+        site = requantised.Site.of(product, epilogue, found, contract, self.near)
+        site.check(operands, read_as)
+        plan = planner(SCALED_MATMUL, contract, product.rows)
+
+        def pack(
+            tensors: Sequence[torch.Tensor], freed: Sequence[Any] | None = None
+        ) -> dict[str, torch.Tensor]:
+            read_as, _ = parts.read(tensors, freed)
+            operands = parts.operands(read_as, tensors)
+            check_format(operands.weight, contract.weight)
+            site.check(operands, read_as)
+            return plan.pack(SCALED_MATMUL, contract, operands)
+
+        return Lowering(
+            op=SCALED_MATMUL,
+            contract=contract,
+            plan=plan,
+            operator=SCALED_MATMUL.name,
+            form="plain",
+            replaced=epilogue.last,
+            inputs=(product.a, found.activation.node),
+            bypassed=(),
+            leaves=leaves,
+            signature="\n".join([*(r.signature for r in parts.regions), str(contract), site.text]),
+            weight=parts.weight,
+            pack=pack,
+            packed=lambda: plan.pack(SCALED_MATMUL, contract, operands),
+            evaluations=evaluations,
+            views=_views(product, epilogue, found, contract),
+        )
+
+
+def _scaling(product: CodeProduct, scope: Scope) -> tuple[Epilogue, Roles]:
+    """The longest epilogue that a contract can say, and which of its factors is whose scale."""
+    behind_a, varying = behind(product.a, scope)
+    if not varying:
+        raise Refused(f"x must vary from call to call; {describe(product.a)} is constant")
+    reasons = []
+    each = [(e, following) for e, following in epilogues(product.start, scope) if not e.widens]
+    for epilogue, following in reversed(each):
+        found, out = roles(epilogue, behind_a), epilogue.last.meta["val"].dtype
+        if found is None:
+            scales = ", ".join(f"{f.kind} {describe(f.node)}" for f in epilogue.factors)
+            reasons.append(
+                f"the sums must be multiplied by one scale of x and at most one constant scale of "
+                f"the weight; {epilogue.last.name} has [{scales}], then {following}"
+            )
+        elif out not in FLOATS:
+            reasons.append(f"the result must be bf16, fp16 or fp32; it is {out}")
+        else:
+            try:
+                prove(epilogue, found, min(product.sizes[1] << 14, LARGEST))
+                return epilogue, found
+            except Refused as refusal:
+                reasons.append(refusal.reason)
+    raise Refused(reasons[0])
+
+
+def _parts(
+    product: CodeProduct, weight: Region, epilogue: Epilogue, found: Roles, scope: Scope
+) -> Parts:
+    n, k = product.sizes
+    grid = product.grid
+    if grid is None and found.weight is not None:
+        grid = Grid(found.weight.node, 1 if found.weight.kind == "column" else n, k)
+    scale = bias = None
+    if grid is not None:
+        scale = _region("weight's scale", grid.node, grid.axes or Axes(0), scope)
+    if epilogue.bias is not None:
+        shape = epilogue.bias.meta["val"].shape
+        if shape[-1:] != (n,) or epilogue.bias.meta["val"].numel() != n:
+            raise Refused(f"the bias must have shape [{n}]; it is {describe(epilogue.bias)}")
+        bias = _region("bias", epilogue.bias, Axes(0), scope)
+    device = product.a.meta["val"].device
+    if weight.device != device:
+        raise Refused(f"weight and x must be on one device; {weight.device} and {device}")
+    return Parts(weight, scale, (n, k) if grid is None else (grid.bn, grid.bk), bias)
+
+
+def _region(what: str, node: Node, axes: Axes, scope: Scope) -> Region:
+    order, varying = behind(node, scope)
+    check_constant(what, order, varying, scope)
+    products = [n for n in order if n.target in PRODUCTS]
+    if products:
+        raise Refused(f"the {what} must be stored; {products[0].name} is computed into it")
+    return extract(node, order, scope, axes)
+
+
+def _contract(
+    product: CodeProduct, epilogue: Epilogue, found: Roles, operands: Operands
+) -> ScaledMatmul:
+    group = product.group
+    if group is None:
+        m = product.start.source.meta["val"].shape[0]
+        rows = found.activation.kind == "row" or (known(m, 1) and not found.activation.constant)
+        group = product.sizes[1] if rows else 0
+    return ScaledMatmul(
+        weight=operands.weight.format,
+        a=product.a.meta["val"].dtype,
+        group=group,
+        scale=found.activation.node.meta["val"].dtype,
+        out=epilogue.last.meta["val"].dtype,
+        bias=None if operands.bias is None else operands.bias.dtype,
+        fast=product.fast,
+    )
+
+
+def _views(
+    product: CodeProduct, epilogue: Epilogue, found: Roles, contract: ScaledMatmul
+) -> tuple[Sequence[int | Node] | None, ...]:
+    """How codes, scale and result are to be viewed."""
+    k = contract.weight.k
+    scale = found.activation.node.meta["val"].shape
+    wanted = [-1, -(-k // contract.group)] if contract.group else [1]
+    fits = len(scale) == len(wanted) and known(scale[-1], wanted[-1])
+    flat = product.a.meta["val"].dim() == 2 and known(product.a.meta["val"].shape[1], k)
+    same = epilogue.last.meta["val"].dim() == 2
+    return None if flat else [-1, k], None if fits else wanted, None if same else epilogue.sizes
