@@ -97,7 +97,7 @@ class Quantize(Hashed):
     qmax      s = amax / qmax; of an asymmetric one (max(y, 0) - min(y, 0)) / qmax
     static    whether s is given
     compute   dtype of the arithmetic that makes s, each operation rounded in it
-    inverse   s is amax * (1 / qmax), both in `compute`, and not amax / qmax
+    inverse   s is amax * (1 / qmax), multiplied in float32 (as CUDA does for amax / a number)
     blank     amax where it is not above 0 (0, or nan); None: it stays
     least     amax is no smaller than this; None for no floor
     floor     s is no smaller than this; None for no floor
@@ -241,7 +241,7 @@ def scales(contract: Quantize, y: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
     amax = amax if c.blank is None else torch.where(amax > 0, amax, c.blank)
     amax = amax if c.least is None else amax.clamp_min(c.least)
     if c.inverse:
-        s = amax * torch.tensor(1 / c.qmax, dtype=c.compute)
+        s = (amax.to(FP32) * torch.tensor(1 / c.qmax, dtype=FP32)).to(c.compute)
     else:  # by a tensor: by a number eager would multiply with 1 / qmax on a GPU
         s = (amax.to(FP32) / torch.full_like(amax, c.qmax, dtype=FP32)).to(c.compute)
     s = s if c.floor is None else s.clamp_min(c.floor)

@@ -135,7 +135,7 @@ def device_form(contract: Quantize) -> Form:
         product != c.x, named[product], source.norm, source.eps or 0.0, kept(1 / c.k, FP32),
         named[source.y], source.y not in (product, FP32), not c.group, c.static,
         named[c.compute], kept(c.blank, c.compute), kept(c.least, c.compute),
-        kept(1 / c.qmax, c.compute) if c.inverse else 0.0, kept(c.qmax, FP32),
+        kept(1 / c.qmax, FP32) if c.inverse else 0.0, kept(c.qmax, FP32),
         kept(c.floor, c.compute), kept(c.empty, c.compute), c.power,
         c.quotient, kept(c.qmax, c.inner), named[c.inner], c.guard, c.plus,
         c.low is not None and not saturates, low, high, mantissa, bias,

@@ -343,14 +343,14 @@ output [%12, %16]
 output [%6, %5]
 """)
 
-    def test_one_row_for_another_device(self) -> None:
+    def test_one_row_on_cuda_which_multiplies_by_the_reciprocal(self) -> None:
         found = rewritten(lambda: Of(by_token), rows(1), target="sm_90")
         self.expects(f"{outcome(found.report)}\n{found.after}\n")("""\
 ---- 1 of 1 lowered
 %0: bfloat16[1, 256]@cuda = placeholder
 %1: list = qinductor.quantize.default([%0])
     k=256 x=bfloat16 source.y=bfloat16 codes=float8_e4m3fn group=256 scale=float32 qmax=448.0
-      compute=float32 inner=float32 low=-448.0 high=448.0 least=1e-12
+      compute=float32 inner=float32 low=-448.0 high=448.0 inverse=True least=1e-12
     test.anywhere
 %2: float8_e4m3fn[1, 256]@cuda = getitem(%1, 0)
 %3: float32[1, 1]@cuda = getitem(%1, 1)

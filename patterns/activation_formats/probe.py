@@ -141,9 +141,13 @@ class _Run:
                 return number(value, self.symbols)
             return torch.device("cpu") if isinstance(value, torch.device) else value
 
-        args, kwargs = torch.fx.node.map_aggregate((node.args, dict(node.kwargs)), real)
+        held: Any = torch.fx.node.map_aggregate((node.args, dict(node.kwargs)), real)
+        args, kwargs = held
         if not self.symbols and node.target in VIEWS | {aten.expand.default}:
             args = (args[0], self._sizes(node, self.env[node.all_input_nodes[0]]))
+        if node.target is aten.div.Tensor and _by_number(node):
+            wide = args[0].to(torch.float32)
+            return (wide * torch.tensor(args[1]).reciprocal()).to(node.meta["val"].dtype)
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
     def _sizes(self, node: Node, source: torch.Tensor) -> list[int]:
@@ -163,6 +167,14 @@ class _Run:
         largest = max(inside, key=out.__getitem__)
         out[largest] = out[largest] * source.shape[axis] // traced[axis]
         return out
+
+
+def _by_number(node: Node) -> bool:
+    """Whether CUDA multiplies by the reciprocal of a number, in float32, where a CPU divides."""
+    value, (x, y) = node.meta["val"], node.args[:2]
+    narrow = value.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    whole = isinstance(x, Node) and x.meta["val"].dtype == value.dtype
+    return value.device.type == "cuda" and narrow and whole and isinstance(y, (int, float))
 
 
 def same(ours: torch.Tensor, region: torch.Tensor) -> torch.Tensor:
