@@ -35,7 +35,7 @@ from qinductor.contracts import (
     short,
 )
 from qinductor.kernels import packing
-from qinductor.op import INFINITE, LIBRARY, M, Op, Plan, Route, Spec, op, single
+from qinductor.op import LIBRARY, M, Op, Plan, Route, Spec, Specification, op, single
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,21 +209,8 @@ def unchanged(contract: DequantMatmul) -> dict[str, Spec]:
     return {name: (shape, dtype) for name, (shape, dtype) in specs.items() if dtype is not None}
 
 
-class Reference:
-    """The specification on the plainly packed weight: slow, never wrong."""
-
-    name = "reference"
-    dense = False
-    reference = True
-
-    def runs_on(self, target: str) -> bool:
-        return True
-
-    def why_not(self, contract: DequantMatmul) -> str | None:
-        return None
-
-    def limit(self, contract: DequantMatmul, dense: bool = False) -> int:
-        return INFINITE
+class Reference(Specification):
+    """The specification on the plainly packed weight."""
 
     def operands(self, contract: DequantMatmul) -> dict[str, Spec]:
         w = contract.weight

@@ -22,7 +22,7 @@ import sympy
 import torch
 
 from qinductor.contracts import Hashed, parse, render, short
-from qinductor.op import LIBRARY, M, Op, Plan, Route, Spec, op
+from qinductor.op import LIBRARY, M, Op, Plan, Route, Spec, Specification, op
 
 FP32 = torch.float32
 
@@ -371,18 +371,8 @@ def results(contract: Quantize, inputs: Sequence[torch.Tensor]) -> list[torch.Te
     return [*found, x.new_empty(x.shape)] if c.residual else found
 
 
-class Reference:
-    """The specification itself: slow, never wrong."""
-
-    name = "reference"
-    dense = False
-    reference = True
-
-    def runs_on(self, target: str) -> bool:
-        return True
-
-    def why_not(self, contract: Quantize) -> str | None:
-        return None
+class Reference(Specification):
+    """The specification itself."""
 
     def operands(self, contract: Quantize) -> dict[str, Spec]:
         return {}

@@ -17,7 +17,7 @@ import torch
 
 from qinductor.contracts import Hashed, QuantizedWeight, WeightFormat, parse, render, short
 from qinductor.kernels import packing
-from qinductor.op import LIBRARY, M, Op, Plan, Route, Spec, op
+from qinductor.op import LIBRARY, M, Op, Plan, Route, Spec, Specification, op
 
 FP32, FP64 = torch.float32, torch.float64
 
@@ -156,18 +156,8 @@ def _(
     return a.new_empty((a.shape[0], form.weight.n), dtype=form.out)
 
 
-class Reference:
-    """The specification itself: slow, never wrong."""
-
-    name = "reference"
-    dense = False
-    reference = True
-
-    def runs_on(self, target: str) -> bool:
-        return True
-
-    def why_not(self, contract: ScaledMatmul) -> str | None:
-        return None
+class Reference(Specification):
+    """The specification itself."""
 
     def operands(self, contract: ScaledMatmul) -> dict[str, Spec]:
         return operands(contract)

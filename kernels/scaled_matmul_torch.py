@@ -151,7 +151,7 @@ class ScaledMM(Float8):
 
 
 class ScaledMMBlocks(Float8):
-    """`aten._scaled_mm_v2`: a has a scale for 128 columns of a row, W for those or 128 x 128."""
+    """`aten._scaled_mm_v2`: a has a scale for 128 columns of a row, W for blocks of 128 x 128."""
 
     name = "aten.scaled_mm_blocks"
 

@@ -14,6 +14,7 @@ its value is one number per output feature. A weight on the left is taken with b
 and a batched product of one weight as one product of all rows.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
 
@@ -36,7 +37,13 @@ from qinductor.patterns.products import (
     rows_of,
     sides,
 )
-from qinductor.patterns.siblings import is_faster, joined, joined_contract, siblings
+from qinductor.patterns.siblings import (
+    check_tables,
+    is_faster,
+    joined,
+    joined_contract,
+    siblings,
+)
 from qinductor.patterns.weight_formats.reading import WEIGHTS
 from qinductor.regions import (
     FLOATS,
@@ -144,13 +151,14 @@ class DequantMatmulPattern:
         first = self._found(node, scope)
         sites, contract = [first], first.contract
         plan = first.plan(planner, contract)
-        others = [] if plan.whole or not plan.us else self._siblings(first, scope)
+        others = [] if plan.whole or not plan.us else self._siblings(first, scope, planner)
         if others:
-            together = joined_contract([site.contract for site in (first, *others)])
-            whole = first.plan(planner, together)
-            alone = [plan, *(site.plan(planner, site.contract) for site in others)]
-            if is_faster(whole, alone):
-                sites, contract, plan = [first, *others], together, whole
+            with contextlib.suppress(Refused):  # no provider takes them as one
+                together = joined_contract([contract, *(site.contract for site, _ in others)])
+                whole = first.plan(planner, together)
+                if is_faster(whole, [plan, *(alone for _, alone in others)]):
+                    sites += [site for site, _ in others]
+                    contract, plan = together, whole
 
         def packed(found: Sequence[tuple[Operands, ...]]) -> dict[str, torch.Tensor]:
             operands = found[0] if len(found) == 1 else (joined(found, contract),)
@@ -202,20 +210,23 @@ class DequantMatmulPattern:
         contract = _contract(product, parts, operands)
         return Found(product, parts, scaled, leaves, contract, operands, evaluations)
 
-    def _siblings(self, first: "Found", scope: Scope) -> list["Found"]:
-        """Later products of the same x that one operator can compute with this one."""
-        found = []
+    def _siblings(
+        self, first: "Found", scope: Scope, planner: Planner
+    ) -> list[tuple["Found", Plan]]:
+        """Later products of the same x that one operator can compute with this one, and their own
+        plans."""
+        found: list[tuple[Found, Plan]] = []
+        if first.product.form != "plain":
+            return found
         for node in siblings(first.product.node, first.product.inputs[0]):
-            try:
-                if any(is_quantized(side, scope) for side in sides(node)):
-                    other = self._found(node, scope)
-                    both = [first, other]
-                    if all(site.product.form == "plain" for site in both):
-                        joined_contract([site.contract for site in both])
-                        joined([site.operands for site in both], None)
-                        found.append(other)
-            except Refused:
-                continue  # it has a row of its own
+            if not any(is_quantized(side, scope) for side in sides(node)):
+                continue
+            with contextlib.suppress(Refused):  # it has a row of its own
+                other = self._found(node, scope)
+                joined_contract([first.contract, other.contract])
+                check_tables([site.operands[0].weight for site in (first, other)])
+                if other.product.form == "plain":
+                    found.append((other, other.plan(planner, other.contract)))
         return found
 
 

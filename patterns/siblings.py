@@ -65,23 +65,24 @@ def joined_contract(contracts: Sequence[DequantMatmul]) -> DequantMatmul:
     return dataclasses.replace(first, weight=dataclasses.replace(first.weight, n=n))
 
 
-def joined(found: Sequence[tuple[Operands, ...]], contract: DequantMatmul | None) -> Operands:
+def check_tables(weights: Sequence[QuantizedWeight]) -> None:
+    """Refused if weights of one format have tables of other values: one product has one table."""
+    tables = [weight.table for weight in weights if weight.table is not None]
+    if not all(torch.equal(tables[0], other) for other in tables):
+        raise Refused("the tables of products that are computed as one differ")
+
+
+def joined(found: Sequence[tuple[Operands, ...]], contract: DequantMatmul) -> Operands:
     """The operands of products that are computed as one: weights, biases and scales one below the
-    other. Refused if their tables differ. Without a contract this is all that is looked at."""
+    other. Refused if their tables differ."""
     parts = [operands for (operands,) in found]
     weights = [part.weight for part in parts]
-    table = weights[0].table
-    if table is not None and not all(
-        other.table is not None and torch.equal(table, other.table) for other in weights
-    ):
-        raise Refused("the tables of products that were computed as one differ")
-    if contract is None:
-        return parts[0]
+    check_tables(weights)
     codes = torch.cat([weight.codes for weight in weights])
     scale, zero, outer = (
         _below([getattr(weight, name) for weight in weights]) for name in ("scale", "zero", "outer")
     )
-    weight = QuantizedWeight(contract.weight, codes, scale, zero, outer, table)
+    weight = QuantizedWeight(contract.weight, codes, scale, zero, outer, weights[0].table)
     return Operands(
         weight,
         _below([part.output_scale for part in parts]),

@@ -8,7 +8,18 @@ from typing import Any
 
 from qinductor import tables
 from qinductor.errors import Refused
-from qinductor.op import GRID, INFINITE, Op, Plan, Provider, limit_of, routes_of, single, split
+from qinductor.op import (
+    GRID,
+    INFINITE,
+    Op,
+    Plan,
+    Provider,
+    limit_of,
+    missing_of,
+    routes_of,
+    single,
+    split,
+)
 from qinductor.rates import Rates, evaluator, rates, roofline
 
 # A route this much slower than the best at an M may run it, where that saves a packed tensor.
@@ -31,8 +42,7 @@ def able(
     for name, provider in entry.providers.items():
         if not provider.runs_on(target) or (provider.dense and not dense):
             continue
-        missing = getattr(provider, "missing", None)
-        reason = (missing and missing()) or provider.why_not(contract)
+        reason = missing_of(provider) or provider.why_not(contract)
         limit = limit_of(provider, contract, dense)
         if reason is None and m is not None and m > limit:
             reason = f"M is {m}; it takes up to {limit}"
@@ -125,7 +135,7 @@ def _estimated(
     at, m = rates(target), min(m, GRID[-1])
     takes = {name: limit for name, limit in limits.items() if m <= limit}
     others = [name for name in takes if not entry.providers[name].reference]
-    if at is None or len(others) < 2:
+    if at is None or not others:
         first = entry.providers[min(others or takes, key=takes.__getitem__)]
         return {routes_of(first, contract, m)[0]: 1.0}
     row = {}

@@ -20,7 +20,7 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch._vendor.packaging.version import Version
 
 from qinductor import load, tables
-from qinductor.op import OPS, Provider
+from qinductor.op import OPS, Provider, missing_of
 from qinductor.options import TARGETS
 
 WIDTH = 100  # columns of the text
@@ -215,5 +215,4 @@ def why_not(provider: Provider, here: list[str]) -> str | None:
     if not any(map(provider.runs_on, here)):
         made = ", ".join(filter(provider.runs_on, TARGETS)) or "no target"
         return f"it is for {made}; this machine has {', '.join(here)}"
-    missing = getattr(provider, "missing", None)
-    return None if missing is None else missing()
+    return missing_of(provider)

@@ -126,6 +126,20 @@ class Op:
         return planned(self, contract, target, m, dense)
 
 
+class Specification:
+    """What the providers that run an operator's reference share: slow, never wrong."""
+
+    name = "reference"
+    dense = False
+    reference = True
+
+    def runs_on(self, target: str) -> bool:
+        return True
+
+    def why_not(self, contract: Any) -> str | None:
+        return None
+
+
 def split(route: str) -> tuple[str, str | None]:
     """(name of the provider, config or None) of a route, `name` or `name@config`."""
     name, _, config = route.partition("@")
@@ -136,6 +150,12 @@ def limit_of(provider: Provider, contract: Any, dense: bool = False) -> int:
     """Largest M that a provider takes."""
     found: Callable[..., int] | None = getattr(provider, "limit", None)
     return INFINITE if found is None else found(contract, dense)
+
+
+def missing_of(provider: Provider) -> str | None:
+    """What this machine lacks for a provider, in one sentence; None if nothing."""
+    found: Callable[[], str | None] | None = getattr(provider, "missing", None)
+    return None if found is None else found()
 
 
 def routes_of(provider: Provider, contract: Any, m: int) -> Sequence[str]:

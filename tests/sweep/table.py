@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from packaging.requirements import Requirement
-from scaled import provided
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
@@ -144,7 +143,7 @@ def built(case: Case) -> Iterator[Made]:
     for requirement in case.needs:
         meets(requirement)
     torch.manual_seed(zlib.crc32(case.name.encode()))
-    with torch.no_grad(), torch._dynamo.config.patch(dict(case.dynamo)), provided():
+    with torch.no_grad(), torch._dynamo.config.patch(dict(case.dynamo)):
         made = case.make()
         made.module.requires_grad_(False)
         with made.inside:
