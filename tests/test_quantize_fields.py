@@ -186,12 +186,7 @@ OTHERS = {
 def test_what_has_no_contract_is_refused(change):
     for dtype in (FP32, BF16):
         reason = refused(lambda x: quotient(x, change), rows(dtype=dtype))
-        said = (
-            "of the family",
-            "in the reference and",
-            "comes from no one tensor",
-            "cannot be run on probes",
-        )
+        said = ("of the family", "in the reference and", "comes from no one tensor")
         assert any(words in reason for words in said), reason
 
 

@@ -30,6 +30,7 @@ from qinductor.kernels import quantize_triton as family
 from qinductor.kernels.quantize import QUANTIZE, Quantize, Source
 from qinductor.kernels.quantize_cases import BF16, CASES, E4M3, E5M2, FP16, FP32, INT8, UINT8
 from qinductor.kernels.quantize_into import quantize_into
+from qinductor.op import INFINITE
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 BY_NAME = {case.name: case for case in CASES}
@@ -372,3 +373,14 @@ def test_a_text_that_is_no_config():
     for text in ("", "r1.c512", "r1.c512.w1.x", "r1 c512 w1"):
         with pytest.raises(ValueError, match="no config of triton.quantize"):
             family.Config.parse(text)
+
+
+@pytest.mark.parametrize(
+    "name", ["token int8", "asymmetric int8", "ue8m0 packed", "add rms packed"]
+)
+def test_opcheck(name):
+    case = BY_NAME[name]
+    arguments = case.inputs(), str(case.contract), f"{INFINITE}:reference"
+    tests = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+    tests += ["test_schema"] * (case.contract.codes is INT8)  # which compares no float8
+    torch.library.opcheck(torch.ops.qinductor.quantize.default, arguments, test_utils=tests)

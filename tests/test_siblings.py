@@ -8,6 +8,7 @@ from models import Random, grouped, nibbles
 from torch.nn.functional import linear
 
 import qinductor
+from qinductor.errors import Refused
 from qinductor.kernels.dequant_matmul import DEQUANT_MATMUL, case
 from qinductor.op import Op
 from qinductor.testing import product_oracle
@@ -94,6 +95,22 @@ def test_products_of_one_x_are_one(timed):
     assert [s.contract.split()[2] for s in (q, k, v)] == [
         "int4[128,128]", "int4[32,128]", "int4[64,128]"
     ]  # fmt: skip
+
+
+def test_a_sibling_that_no_provider_takes_stops_no_other(timed, monkeypatch):
+    known = Op.plan
+
+    def plan(self, contract, target, m, dense=False):
+        if contract.weight.n in (32, 128 + 64 + 128):  # k, and the others as one
+            raise Refused("none")
+        return known(self, contract, target, m, dense)
+
+    monkeypatch.setattr(Op, "plan", plan)
+    model, x = Attention(), x_of(4, 64)
+    _, results, report = run(model, x)
+    hold(model, x, results)
+    assert [site.reason for site in report.sites] == [None, "none", None, None, None]
+    assert together(report) == [False, False, True, False], "v and q, once q was on its own"
 
 
 def test_without_times_each_is_alone():

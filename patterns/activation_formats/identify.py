@@ -16,7 +16,7 @@ import torch
 from qinductor.contracts import short
 from qinductor.errors import Refused
 from qinductor.kernels.quantize import POWERS, Quantize, Source, quantised, scales
-from qinductor.patterns.activation_formats.probe import BITS, Numbers, same
+from qinductor.patterns.activation_formats.probe import BITS, MOST, Numbers, same
 from qinductor.regions import FLOATS
 
 FP32 = torch.float32
@@ -204,7 +204,7 @@ def _divisors(base: Quantize, numbers: Sequence[float]) -> list[float]:
         near = round(2 * value) / 2
         found += [near] if near > 1 and abs(near / value - 1) < 1e-6 else []
     wide = [v - w for v in numbers for w in numbers if v > 0 > w] if base.zero else []
-    return list(dict.fromkeys([*found, *wide, *USUAL[base.codes]]))
+    return [v for v in dict.fromkeys([*found, *wide, *USUAL[base.codes]]) if v <= MOST]
 
 
 def _floors(numbers: Sequence[float]) -> Iterator[dict[str, Any]]:

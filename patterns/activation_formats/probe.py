@@ -19,6 +19,7 @@ CLAMPS = {
     aten.clamp.default, aten.clamp.Tensor, aten.minimum.default, aten.maximum.default,
 }  # fmt: skip
 LARGEST = 1 << 16  # elements of a static graph that it is run with as it is; with fewer rows above
+MOST = torch.finfo(torch.float32).max  # of a literal that a contract can have
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -206,7 +207,8 @@ def numbers(region: Function) -> Numbers:
     def keep(value: Any, into: set[float]) -> None:
         value = run.env.get(value) if isinstance(value, Node) else value
         value = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
+        known = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if known and abs(value) <= MOST:
             into.add(float(value))
 
     for node in region.nodes:
