@@ -30,6 +30,7 @@ from qinductor.patterns.constants import check_constant, check_format
 from qinductor.patterns.products import (
     ANCHORS,
     Product,
+    check_factors,
     check_other_users,
     holds_codes,
     is_quantized,
@@ -274,9 +275,7 @@ def _bias(product: Product, scope: Scope) -> Region:
     """The region of a bias that the product adds, one number per output feature; or Refused."""
     node, bias = product.node, product.bias
     assert bias is not None
-    factors = {name: node.kwargs.get(name, 1) for name in ("beta", "alpha")}
-    if any(factor != 1 for factor in factors.values()):
-        raise Refused(f"{node.target} must have beta = 1 and alpha = 1; it has {factors}")
+    check_factors(node)
     shape, out = tuple(bias.meta["val"].shape), node.meta["val"]
     *batch, _, n = out.shape
     allowed = [(n,), (1, n), (1,), *((1, 1, n) for _ in batch)]

@@ -109,6 +109,13 @@ def holds_codes(node: Node, elements: int) -> bool:
     return isinstance(size, int) and size * value.dtype.itemsize * 8 >= elements
 
 
+def check_factors(node: Node) -> None:
+    """Refused for an addmm or baddbmm that multiplies its bias or its sums by a number."""
+    factors = {name: node.kwargs.get(name, 1) for name in ("beta", "alpha")}
+    if any(factor != 1 for factor in factors.values()):
+        raise Refused(f"{node.target} must have beta = 1 and alpha = 1; it has {factors}")
+
+
 def product_of(node: Node, scope: Scope) -> Product:
     """What multiplies what, or Refused where no operator has this form."""
     if node.target not in ANCHORS:

@@ -16,7 +16,7 @@ from qinductor.patterns.chains import Side, Step, run
 from qinductor.patterns.code_products import CodeProduct
 from qinductor.patterns.dequantised import POWERS, Making, dequantised, has_codes
 from qinductor.patterns.epilogues import PROBES, Epilogue, Factor, Roles
-from qinductor.patterns.products import check_other_users, is_quantized, sides
+from qinductor.patterns.products import check_factors, check_other_users, is_quantized, sides
 from qinductor.regions import Scope, aten, behind
 
 PLACES: dict[Any, int | None] = {aten.mm.default: None, aten.addmm.default: 0}  # of the bias
@@ -41,9 +41,7 @@ def product_of(node: Node, scope: Scope) -> CodeProduct:
     at = PLACES[node.target]
     bias = None if at is None else node.args[at]
     assert bias is None or isinstance(bias, Node)
-    factors = {name: node.kwargs.get(name, 1) for name in ("beta", "alpha")}
-    if any(factor != 1 for factor in factors.values()):
-        raise Refused(f"{node.target} must have beta = 1 and alpha = 1; it has {factors}")
+    check_factors(node)
     k = right.meta["val"].shape[0]
     x = dequantised(left, int(k), scope)
     order, _ = behind(right, scope)
