@@ -76,7 +76,7 @@ SILU, RMS = source("silu"), Source(y=BF16, norm="rms", eps=1e-6)
 ADDED = Source(y=BF16, norm="add+rms", eps=1e-5)
 
 
-ACTIVATIONS = ("silu", "x*sigmoid", "gelu_tanh", "relu2")
+ACTIVATIONS = ("silu", "x*sigmoid", "gelu", "gelu_tanh", "relu2")
 Named = dict[str, tuple[int, Quantize]]
 
 

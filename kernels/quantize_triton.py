@@ -20,6 +20,8 @@ from qinductor.kernels.quantize_triton_form import E8M0, device_form, unsupporte
 from qinductor.op import Spec
 from qinductor.rates import BANDWIDTH
 
+SEEN = ((9, 0),)  # compute capabilities on which the shorter silu was seen to be eager's, in bf16
+FLOAT8 = (8, 9)  # compute capability from which there is an instruction that converts to float8
 PARTS = 512  # programs that look for a whole tensor's extremes, at most
 # (elements of all of y up to which it is the first choice, rows, columns, warps)
 TILES = (
@@ -70,14 +72,14 @@ def power(n: int) -> int:
 
 
 def tile(contract: Quantize, columns: int) -> tuple[int, int, int]:
-    """(elements of a group, that rounded up to a power of two, groups) in a tile of about so many
-    columns; of a whole tensor columns are grouped as the tile has them."""
+    """(elements of a group, that rounded up to a power of two of 2 or more, groups) in a tile of
+    about so many columns; of a whole tensor columns are grouped as the tile has them."""
     c = contract
     if not c.group and not c.source.norm:
-        size = min(power(c.k), columns)
+        size = max(2, min(power(c.k), columns))
         return size, size, 1
     group = c.group or c.k
-    wide = power(group)
+    wide = max(2, power(group))
     least = c.k // group if c.source.norm else 4 if c.layout == "packed" and c.groups > 1 else 1
     most = power(c.k // group)
     return group, wide, max(power(least), min(most, columns // wide))
@@ -91,9 +93,11 @@ def candidates(contract: Quantize, m: int) -> tuple[str, ...]:
     row = wide * tile(c, 1)[2]
     elements = m * c.k
     if (c.group or c.source.norm) and row >= 1024:  # a program has rows
-        guess = max(1, min(32, row // 512))
+        each = 512 if m < 1024 or c.source.gate or row < 4096 else 1024
+        guess = max(1, min(32 if m < 1024 else 16, row // each))
         found = [Config(1, row, guess)]
-        found += [Config(1, row, w) for w in (guess // 2, guess * 2) if 1 <= w <= 32]
+        found += [Config(1, row, guess // by) for by in (2, 4, 8) if guess // by]
+        found += [Config(1, row, guess * 2)] if guess <= 16 else []
         found += [
             Config(rows, row, min(32, guess * by))
             for rows in (2, 4)
@@ -106,7 +110,7 @@ def candidates(contract: Quantize, m: int) -> tuple[str, ...]:
     found = [first, *(Config(*rest) for rest in OTHERS)]
     fit = []
     for config in found:
-        columns = max(row, min(config.columns, power(c.k)))
+        columns = max(2, row, min(config.columns, power(c.k)))
         rows = min(power(m), config.rows * max(1, config.columns // columns))
         warps = max(1, min(config.warps, rows * columns // 256))
         fit.append(str(Config(rows, columns, warps)))
@@ -200,12 +204,13 @@ def launch(
     across = -(-c.k // (size * groups))
     tiles = -(-rows // chosen.rows) * across
     form, is_cpu = device_form(c), not x.is_cuda
-    hard = not is_cpu and torch.cuda.get_device_capability(x.device) >= (8, 9)
+    capability = (0, 0) if is_cpu else torch.cuda.get_device_capability(x.device)
     sums = others[-1] if c.residual else x
     source = (x, x.stride(0), second, second.stride(0), weight)
     options: dict[str, Any] = {
-        "F": form, "G": size, "BM": chosen.rows, "BG": groups, "GP": wide, "LIB": not is_cpu,
-        "num_warps": chosen.warps, "enable_fp_fusion": False,
+        "F": form, "G": size, "BM": chosen.rows, "BG": groups, "GP": wide,
+        "LIB": 0 if is_cpu else 1 + (capability in SEEN), "num_warps": chosen.warps,
+        "enable_fp_fusion": False,
     }  # fmt: skip
     with torch.cuda.device_of(x):
         if not c.group and not c.static:
@@ -215,7 +220,8 @@ def launch(
         code.quantise[(tiles, batches)](
             *source, scale, _raw(codes), _raw(s), s_batch, s_row, s_group,
             others[0] if c.zero is not None else x, sums, x if limits is None else limits,
-            rows, min(PARTS, tiles), MASKED=limits is not None, HARD=hard, **options,
+            rows, min(PARTS, tiles), MASKED=limits is not None, HARD=capability >= FLOAT8,
+            **options,
         )  # fmt: skip
 
 

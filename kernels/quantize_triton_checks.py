@@ -30,6 +30,7 @@ CONTRACTS = {
     "asymmetric": cases.contract(K, torch.uint8, K, **cases.ASYMMETRIC),
     "tensor": cases.contract(K, **cases.TENSOR),
     "e5m2": cases.contract(K, torch.float8_e5m2, 32, clamped=False),
+    "gelu": cases.contract(K, source=cases.source("gelu", "two"), **cases.V2),
     "gelu_tanh": cases.contract(K, group=K, source=cases.source("gelu_tanh", "two")),
     "add rms": cases.contract(K, source=cases.ADDED, **cases.V2),
     "in bf16": cases.contract(
@@ -90,7 +91,7 @@ def build(
     }
     constants = {
         "F": device_form(c), "G": size, "BM": chosen.rows, "BG": groups, "GP": wide,
-        "MASKED": masked, "LIB": True, "HARD": target >= 89,
+        "MASKED": masked, "LIB": 1 + (target == 90), "HARD": target >= 89,
     }  # fmt: skip
     function = getattr(kernels, kernel)
     taken = {name: value for name, value in constants.items() if name in function.arg_names}

@@ -159,8 +159,8 @@ def _source(c: Quantize) -> Sequence[str | None]:
     return (
         f"the source has {wrong[0]}; it takes bf16, fp16 and fp32" if wrong else None,
         f"limit is {source.limit}; it takes none below 0" if (source.limit or 0) < 0 else None,
-        "gelu has an erf of which Triton's and CUDA's libraries give other bits; it takes gelu_tanh"
-        if source.activation == "gelu"
+        f"gelu has the erf of CUDA {torch.version.cuda}, of other bits; it takes CUDA 13's"
+        if source.activation == "gelu" and not (torch.version.cuda or "13").startswith("13")
         else None,
         "gelu_tanh in fp32, where a bit may differ from eager's; it takes bf16 and fp16"
         if source.activation == "gelu_tanh" and FP32 in (source.inner, c.x)

@@ -175,6 +175,24 @@ def test_quotients_are_rounded_to_nearest():
                     assert not wrong(chosen, [x], call(chosen, [x])), (codes, qmax, quotient)
 
 
+@pytest.mark.parametrize("codes", [E4M3, E5M2])
+def test_quotients_beside_the_middle_of_two_codes(codes):
+    """Where the code of a product with the reciprocal would be another."""
+    every = torch.arange(256, device="cuda").to(UINT8).view(codes).float()
+    every = every[every.isfinite() & (every >= 0)].unique()
+    middle = torch.cat([(every[1:] + every[:-1]) / 2, every])
+    g = torch.Generator("cuda").manual_seed(0)
+    chosen = contract(
+        len(middle) * 9, codes, 0, FP32, source=Source(y=FP32), static=True, qmax=float(every.max())
+    )
+    scales = torch.rand(64, generator=g, device="cuda") + 0.5
+    for s in (*scales, *(scales[:8] * 2.0**-130), *(scales[:8] * 2.0**110)):
+        y = (middle.double() * s.double()).float().view(torch.int32)
+        y = (y[:, None] + torch.arange(-4, 5, device="cuda", dtype=torch.int32)).view(FP32)
+        inputs = [torch.stack([y.flatten(), -y.flatten()]), s[None]]
+        assert not wrong(chosen, inputs, call(chosen, inputs)), float(s)
+
+
 def test_integers_of_nan_are_0():
     x = torch.full((1, 32), math.nan, device="cuda")
     x[:, :16] = 1.0
