@@ -118,9 +118,13 @@ class ScaledMM(Float8):
         return None
 
     def seconds(self, contract: ScaledMatmul) -> sympy.Expr:
-        spent = cost(contract)  # the rates are an H200's, 0.64 and 1.7; its tiles share no K
-        few, tile = spent["bytes"] / 0.64 / BANDWIDTH, 2.5e-9 * contract.weight.k
-        return 1e-6 + sympy.Max(few, spent["flops"] / 1.7 / RATE, tile, evaluate=False)
+        spent = cost(contract)  # the rates are an H200's
+        many = spent["flops"] / 1.7 / RATE
+        if _by_tensor(contract):
+            return 2.4e-6 + sympy.Max(spent["bytes"] / 0.96 / BANDWIDTH, many, evaluate=False)
+        # Programs do not share K.
+        few, tile = spent["bytes"] / 0.64 / BANDWIDTH, 2.6e-9 * contract.weight.k
+        return 3e-6 + sympy.Max(few, many, tile, evaluate=False)
 
     def operands(self, contract: ScaledMatmul) -> dict[str, Spec]:
         plain = operands(contract)

@@ -107,17 +107,20 @@ def _near(m: int) -> int:
 def _measured(
     entry: Op, contract: Any, limits: Mapping[str, int], m: int, found: tables.Found | None
 ) -> dict[str, float]:
-    """The measured times at m rows of the providers that there are and that take as many.
+    """The times measured at m rows, or at twice or half as many, of the providers that there are
+    and that take as many.
 
     A config that is none for this contract (the times may be of another N and K) gives way to the
     provider's own choice: without the provider, a far slower one would be the fastest."""
-    row = found.times.get(_near(m), {}) if found is not None else {}
+    times, near = {} if found is None else found.times, _near(m)
+    near = next((p for p in (near, 2 * near, near // 2) if p in times), near)
+    row = times.get(near, {})
     kept: dict[str, float] = {}
     for route, us in sorted(row.items(), key=lambda item: item[1]):
         name, _ = split(route)
         takes = name in limits and m <= limits[name] and not entry.providers[name].reference
         if takes:
-            routes = routes_of(entry.providers[name], contract, _near(m))
+            routes = routes_of(entry.providers[name], contract, near)
             if route in routes:
                 kept[route] = us
             elif all(split(other)[0] != name for other in row if other in routes):

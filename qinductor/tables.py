@@ -200,9 +200,10 @@ def _usable(entry: Entry, versions: Mapping[str, Any]) -> Times:
 @functools.lru_cache(4096)
 def _kin(words: str) -> tuple[str | None, ...]:
     """What families of one kin have in common: bits and kind of W's codes, dtype of x or of the
-    codes of a, experts."""
+    codes of a, what shares a scale there, experts."""
     held = dict(word.split("=", 1) for word in words.split(" "))
     codes = held.get("weight.codes", "")
     for pattern, kind in ((r"u?int", "int"), (r"float4.*", "table4"), (r"float8.*", "float8")):
         codes = re.sub(f"^{pattern}", kind, codes)
-    return codes, held.get("x"), held.get("a"), held.get("experts")
+    block = held.get("weight.bn") if "a" in held else None
+    return codes, held.get("x"), held.get("a"), held.get("group"), block, held.get("experts")

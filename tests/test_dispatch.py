@@ -214,8 +214,8 @@ def test_rows_that_were_not_measured_are_estimated(gpu):
     toy = op_of(Fake("slow", **slow), Fake("fast", seconds=lambda contract: sympy.Integer(1)))
     written(gpu / "tuned", (INT4, {m: {"slow": 1.0, "fast": 2.0} for m in (2, 4)}, {}))
     plan = toy.plan(INT4, TARGET, None)
-    assert plan.steps == ((1, "fast"), (5, "slow"), (INFINITE, "fast"))
-    assert plan.rung == "tuned here for M 2 to 4, else heuristic"
+    assert plan.steps == ((11, "slow"), (INFINITE, "fast")), "also for half and twice as many"
+    assert plan.rung == "tuned here for M 1 to 8, else heuristic"
     assert toy.plan(INT4, TARGET, 4).rung == "tuned here"
     assert toy.plan(INT4, TARGET, 64).rung == "heuristic"
 
@@ -484,11 +484,8 @@ def test_a_table_of_the_cpu_is_used_and_the_report_says_so(monkeypatch, tmp_path
     assert "onednn.dequant_strips [tuned here]" in str(report)
     assert report.to_dict()["sites"][0]["rung"] == "tuned here"
     (dynamic,) = qinductor.explain(module, x, dynamic=True).sites
-    assert dynamic.provider == (
-        "aten.int4pack_mm (M <= 2), onednn.dequant_strips (M <= 5), aten.int4pack_mm (M <= 11), "
-        "onednn.dequant_strips (M > 11)"
-    )
-    assert dynamic.rung == "tuned here for M 4 to 4, else limits"
+    assert dynamic.provider == "aten.int4pack_mm (M <= 1), onednn.dequant_strips (M > 1)"
+    assert dynamic.rung == "tuned here for M 2 to 8, else limits"
     tables.load.cache_clear()
 
 

@@ -557,7 +557,7 @@ def test_bench_of_a_provider_with_configs(quick, monkeypatch, tmp_path):
     result = bench.measured(INT4, [8], "cpu", timer=Clock())
     assert {config for name, config, _ in asked if name == "tiled"} == {"t32"}
     assert result.routes == {8: "tiled@t32"}
-    assert result.rung == "tuned here for M 8 to 8, else limits"
+    assert result.rung == "tuned here for M 4 to 16, else limits"
     assert "  from M=8: tiled t32" in bench.text(result).splitlines()
 
 
