@@ -14,7 +14,6 @@ its value is one number per output feature. A weight on the left is taken with b
 and a batched product of one weight as one product of all rows.
 """
 
-import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
 
@@ -24,9 +23,8 @@ from torch.fx import Graph, Node
 from qinductor.contracts import short
 from qinductor.errors import Refused
 from qinductor.kernels.dequant_matmul import DEQUANT_MATMUL, DequantMatmul, Operands
-from qinductor.op import Plan
-from qinductor.pattern import Lowering, Part, Planner
-from qinductor.patterns.constants import check_constant, check_format
+from qinductor.pattern import Lowering, Planner
+from qinductor.patterns.constants import check_constant
 from qinductor.patterns.products import (
     ANCHORS,
     Product,
@@ -38,20 +36,13 @@ from qinductor.patterns.products import (
     rows_of,
     sides,
 )
-from qinductor.patterns.siblings import (
-    check_tables,
-    is_faster,
-    joined,
-    joined_contract,
-    siblings,
-)
+from qinductor.patterns.siblings import Proved, Siblings
 from qinductor.patterns.weight_formats.reading import WEIGHTS
 from qinductor.regions import (
     FLOATS,
     PRODUCTS,
     VIEWS,
     Axes,
-    Leaf,
     Region,
     Scope,
     aten,
@@ -102,29 +93,6 @@ class Parts:
         return operands, evaluations
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Found:
-    """One product, proved: its regions and their leaves, and the product scale it absorbs."""
-
-    product: Product
-    parts: Parts
-    scaled: tuple[tuple[Node, Node], ...]
-    leaves: tuple[Leaf, ...]
-    contract: DequantMatmul
-    operands: tuple[Operands, ...]
-    evaluations: tuple[int, int]
-
-    @property
-    def signature(self) -> str:
-        """Equal for products of which the same is proved of the same leaves."""
-        return "\n".join([*(r.signature for r in self.parts.regions), str(self.contract)])
-
-    def plan(self, planner: Planner, contract: DequantMatmul) -> Plan:
-        """The plan of a contract for the rows of this product."""
-        m = rows_of(self.product)
-        return planner(DEQUANT_MATMUL, contract, m if isinstance(m, int) else None)
-
-
 class DequantMatmulPattern:
     """Lowers products of an activation and a dequantised constant weight."""
 
@@ -134,9 +102,8 @@ class DequantMatmulPattern:
     def candidates(self, graph: Graph, scope: Scope) -> Iterator[Node]:
         """Products one operand of which is made from stored codes, or quantised in place."""
         for node in graph.nodes:
-            if node.target in ANCHORS:
-                if any(is_quantized(side, scope) for side in sides(node)):
-                    yield node
+            if self._is_site(node, scope):
+                yield node
             elif node.op == "output":
                 # A graph break between dequantisation and product makes the weight an output.
                 for value in dict.fromkeys(node.all_input_nodes):
@@ -149,86 +116,41 @@ class DequantMatmulPattern:
 
     def lower(self, node: Node, scope: Scope, planner: Planner) -> Lowering:
         """The lowering of one product, and of those that are computed with it; or Refused."""
-        first = self._found(node, scope)
-        sites, contract = [first], first.contract
-        plan = first.plan(planner, contract)
-        others = [] if plan.whole or not plan.us else self._siblings(first, scope, planner)
-        if others:
-            with contextlib.suppress(Refused):  # no provider takes them as one
-                together = joined_contract([contract, *(site.contract for site, _ in others)])
-                whole = first.plan(planner, together)
-                if is_faster(whole, [plan, *(alone for _, alone in others)]):
-                    sites += [site for site, _ in others]
-                    contract, plan = together, whole
+        return Siblings(
+            DEQUANT_MATMUL,
+            lambda node: _proved(node, scope),
+            lambda node: sides(node)[0] if self._is_site(node, scope) else None,
+            planner,
+        )(node)
 
-        def packed(found: Sequence[tuple[Operands, ...]]) -> dict[str, torch.Tensor]:
-            operands = found[0] if len(found) == 1 else (joined(found, contract),)
-            return plan.pack(
-                DEQUANT_MATMUL, contract, operands if contract.experts else operands[0]
-            )
+    def _is_site(self, node: Node, scope: Scope) -> bool:
+        return node.target in ANCHORS and any(is_quantized(side, scope) for side in sides(node))
 
-        formats = [(site.parts, len(site.leaves), site.contract) for site in sites]  # no weights
 
-        def pack(
-            tensors: Sequence[torch.Tensor], known: Sequence[Operands] | None = None
-        ) -> dict[str, torch.Tensor]:
-            rest, found = list(tensors), []
-            for parts, count, form in formats:
-                mine = [rest.pop(0) for _ in range(count)]
-                found.append(parts.operands(mine, known)[0])
-                check_format(found[-1][0].weight, form.weight)
-            return packed(found)
-
-        return Lowering(
-            op=DEQUANT_MATMUL,
-            contract=contract,
-            plan=plan,
-            operator=first.product.operator,
-            form=first.product.form,
-            replaced=node,
-            inputs=first.product.inputs,
-            bypassed=tuple(pair for site in sites for pair in site.scaled),
-            leaves=tuple(leaf for site in sites for leaf in site.leaves),
-            signature="\n".join([*(site.signature for site in sites), str(contract)]),
-            weight=first.parts.weight,
-            pack=pack,
-            packed=lambda: packed([site.operands for site in sites]),
-            evaluations=first.evaluations,
-            parts=tuple(
-                Part(site.product.node, site.contract.weight.n, site.contract.summary)
-                for site in sites
-                if len(sites) > 1
-            ),
-        )
-
-    def _found(self, node: Node, scope: Scope) -> "Found":
-        """What one product was proved to be, or Refused."""
-        product = product_of(node, scope)
-        parts, scaled = _parts(product, scope)
-        leaves = tuple(leaf for region in parts.regions for leaf in region.leaves)
-        values = [scope.value(leaf) for leaf in leaves]
-        operands, evaluations = parts.operands(values, scope.known(parts.weight))
-        contract = _contract(product, parts, operands)
-        return Found(product, parts, scaled, leaves, contract, operands, evaluations)
-
-    def _siblings(
-        self, first: "Found", scope: Scope, planner: Planner
-    ) -> list[tuple["Found", Plan]]:
-        """Later products of the same x that one operator can compute with this one, and their own
-        plans."""
-        found: list[tuple[Found, Plan]] = []
-        if first.product.form != "plain":
-            return found
-        for node in siblings(first.product.node, first.product.inputs[0]):
-            if not any(is_quantized(side, scope) for side in sides(node)):
-                continue
-            with contextlib.suppress(Refused):  # it has a row of its own
-                other = self._found(node, scope)
-                joined_contract([first.contract, other.contract])
-                check_tables([site.operands[0].weight for site in (first, other)])
-                if other.product.form == "plain":
-                    found.append((other, other.plan(planner, other.contract)))
-        return found
+def _proved(node: Node, scope: Scope) -> Proved:
+    """What one product was proved to be, or Refused."""
+    product = product_of(node, scope)
+    parts, scaled = _parts(product, scope)
+    regions = parts.regions
+    values = [scope.value(leaf) for region in regions for leaf in region.leaves]
+    known = scope.known(parts.weight)
+    operands, evaluations = parts.operands(values, known)
+    contract = _contract(product, parts, operands)
+    return Proved(
+        product=node,
+        value=node,
+        inputs=product.inputs,
+        regions=regions,
+        contract=contract,
+        operands=operands,
+        evaluations=evaluations,
+        read=lambda tensors, known: parts.operands(tensors, known)[0],
+        m=rows_of(product),
+        operator=product.operator,
+        alone=product.form != "plain" or contract.experts > 0 or known is not None,
+        form=product.form,
+        bypassed=scaled,
+    )
 
 
 def _contract(product: Product, parts: Parts, operands: Sequence[Operands]) -> DequantMatmul:

@@ -30,7 +30,9 @@ from qinductor.patterns import code_products, requantised
 from qinductor.patterns.code_products import CODES, CodeProduct, Grid, check_codes, codes_of
 from qinductor.patterns.constants import check_constant, check_format
 from qinductor.patterns.epilogues import Epilogue, Roles, epilogues, known, prove, roles
+from qinductor.patterns.products import sides
 from qinductor.patterns.requantised import on_codes
+from qinductor.patterns.siblings import Proved, Siblings
 from qinductor.patterns.weight_formats.reading import WEIGHTS
 from qinductor.regions import FLOATS, PRODUCTS, Axes, Region, Scope, behind, describe, extract
 
@@ -104,12 +106,28 @@ class ScaledMatmulPattern:
     def candidates(self, graph: Graph, scope: Scope) -> Iterator[Node]:
         """Products of codes, and those of two operands that are dequantised."""
         for node in graph.nodes:
-            of_codes = self.near and node.target in code_products.ANCHORS
-            if of_codes or requantised.is_site(node, scope):
+            if self._left(node, scope) is not None:
                 yield node
 
     def lower(self, node: Node, scope: Scope, planner: Planner) -> Lowering:
         """The lowering of one product, or Refused."""
+        return Siblings(
+            SCALED_MATMUL,
+            lambda node: self._proved(node, scope),
+            lambda node: self._left(node, scope),
+            planner,
+        )(node)
+
+    def _left(self, node: Node, scope: Scope) -> Node | None:
+        """The operand of a candidate that is made of x; None of what is no candidate."""
+        if self.near and node.target in code_products.ANCHORS:
+            left = node.args[0]
+            assert isinstance(left, Node)
+            return left
+        return sides(node)[0] if requantised.is_site(node, scope) else None
+
+    def _proved(self, node: Node, scope: Scope) -> Proved:
+        """What one product was proved to be, or Refused."""
         of_codes = node.target in code_products.ANCHORS
         product = (code_products if of_codes else requantised).product_of(node, scope)
         check_codes(product)
@@ -118,39 +136,36 @@ class ScaledMatmulPattern:
             check_constant("weight's scale", *behind(product.grid.node, scope), scope)
         epilogue, found = _scaling(product, scope)
         parts = _parts(product, weight, epilogue, found, scope)
-        leaves = tuple(leaf for region in parts.regions for leaf in region.leaves)
-        values = [scope.value(leaf) for leaf in leaves]
-        read_as, evaluations = parts.read(values, scope.known(weight))
+        values = [scope.value(leaf) for region in parts.regions for leaf in region.leaves]
+        freed = scope.known(weight)
+        read_as, evaluations = parts.read(values, freed)
         operands = parts.operands(read_as, values)
         contract = _contract(product, epilogue, found, operands)
         site = requantised.Site.of(product, epilogue, found, contract, self.near)
         site.check(operands, read_as)
-        plan = planner(SCALED_MATMUL, contract, product.rows)
 
-        def pack(
-            tensors: Sequence[torch.Tensor], freed: Sequence[Any] | None = None
-        ) -> dict[str, torch.Tensor]:
+        def read(
+            tensors: Sequence[torch.Tensor], freed: Sequence[Any] | None
+        ) -> tuple[Operands, ...]:
             read_as, _ = parts.read(tensors, freed)
             operands = parts.operands(read_as, tensors)
             check_format(operands.weight, contract.weight)
             site.check(operands, read_as)
-            return plan.pack(SCALED_MATMUL, contract, operands)
+            return (operands,)
 
-        return Lowering(
-            op=SCALED_MATMUL,
-            contract=contract,
-            plan=plan,
-            operator=SCALED_MATMUL.name,
-            form="plain",
-            replaced=epilogue.last,
+        return Proved(
+            product=node,
+            value=epilogue.last,
             inputs=(product.a, found.activation.node),
-            bypassed=(),
-            leaves=leaves,
-            signature="\n".join([*(r.signature for r in parts.regions), str(contract), site.text]),
-            weight=parts.weight,
-            pack=pack,
-            packed=lambda: plan.pack(SCALED_MATMUL, contract, operands),
+            regions=parts.regions,
+            contract=contract,
+            operands=(operands,),
             evaluations=evaluations,
+            read=read,
+            m=product.rows,
+            operator=SCALED_MATMUL.name,
+            text=site.text,
+            alone=freed is not None,
             views=_views(product, epilogue, found, contract),
         )
 

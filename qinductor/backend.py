@@ -250,10 +250,10 @@ class Matching:
         site.lowered, site.provider = True, lowering.plan.summary
         site.rung = lowering.plan.rung
         parts = () if isinstance(lowering, Fusion) else lowering.parts
-        for part in parts[1:]:
-            self.together[part.node] = site, part
+        for part in parts:
+            self.together[part.product] = site, part
         if parts:
-            site.contract = parts[0].contract
+            site.contract = self.together.pop(node)[1].contract
             site.provider += f", {len(parts)} products of x as one"
 
     def _pack(self, graph: Graph, lowering: Lowering, site: Site) -> None:

@@ -118,8 +118,7 @@ def _measured(
     kept: dict[str, float] = {}
     for route, us in sorted(row.items(), key=lambda item: item[1]):
         name, _ = split(route)
-        takes = name in limits and m <= limits[name] and not entry.providers[name].reference
-        if takes:
+        if name in limits and m <= limits[name] and not entry.providers[name].reference:
             routes = routes_of(entry.providers[name], contract, near)
             if route in routes:
                 kept[route] = us

@@ -16,12 +16,14 @@ Planner = Callable[[Op, Any, int | None], Plan]
 
 
 class Part(NamedTuple):
-    """One of several products of an activation that one operator computes: `columns` of its result
-    are the value of `node`."""
+    """One of several products of an activation that one operator computes: `columns` of its result,
+    viewed in `sizes`, are the value of `node`, which the candidate `product` leads to."""
 
+    product: Node
     node: Node
     columns: int
     contract: str
+    sizes: Sequence[int | Node] | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -42,8 +44,8 @@ class Lowering:
                         hold no values
     packed              () -> the packed tensors of the present weights; explain does not call it
     evaluations         (on probes, whole) evaluations of the region that identification took now
-    parts               the products that are computed together, `replaced` the first of them; none
-                        where there is one alone
+    parts               the products that are computed together, in the order of their nodes,
+                        `replaced` the first of these; none where there is one alone
     """
 
     op: Op

@@ -33,7 +33,7 @@ def rewrite(graph: Graph, lowering: Lowering) -> list[torch.Tensor]:
     for node, operand in lowering.bypassed:
         _check(node.meta["val"], operand.meta["val"], str(node.target))
     operands = lowering.plan.operands(lowering.op, lowering.contract)
-    parts = lowering.parts or (Part(lowering.replaced, 0, ""),)
+    replaced = [part.node for part in lowering.parts] or [lowering.replaced]
     nodes: list[Node] = []
 
     def build(insert: Insert, holders: list[Node]) -> Node:
@@ -45,8 +45,8 @@ def rewrite(graph: Graph, lowering: Lowering) -> list[torch.Tensor]:
     _, fakes = _made(graph, lowering.replaced, operands, build)
     for absorbed, operand in lowering.bypassed:
         absorbed.replace_all_uses_with(operand)
-    for part, node in zip(parts, nodes, strict=True):
-        part.node.replace_all_uses_with(node)
+    for old, node in zip(replaced, nodes, strict=True):
+        old.replace_all_uses_with(node)
     return fakes
 
 
@@ -54,8 +54,10 @@ def _cut(insert: Insert, whole: Node, parts: Sequence[Part]) -> list[Node]:
     """The parts of a result that was computed together, laid out as the products were."""
     start, nodes = 0, []
     for part in parts:
-        node = insert(aten.slice.Tensor, whole, 1, start, start + part.columns)
-        nodes.append(insert(aten.clone.default, node, memory_format=torch.contiguous_format))
+        cut = functools.partial(insert, before=part.node)
+        node = cut(aten.slice.Tensor, whole, 1, start, start + part.columns)
+        node = cut(aten.clone.default, node, memory_format=torch.contiguous_format)
+        nodes.append(node if part.sizes is None else cut(aten.view.default, node, [*part.sizes]))
         _check(part.node.meta["val"], nodes[-1].meta["val"], str(part.node.target))
         start += part.columns
     return nodes
@@ -228,8 +230,8 @@ def _made(
         ]
     inserted: list[Node] = []
 
-    def insert(target: Any, *args: Any, **kwargs: Any) -> Node:
-        with graph.inserting_before(replaced):
+    def insert(target: Any, *args: Any, before: Node = replaced, **kwargs: Any) -> Node:
+        with graph.inserting_before(before):
             node = graph.call_function(target, args, kwargs)
         inserted.append(node)
         value = torch.fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])

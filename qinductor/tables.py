@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 SHIPPED = pathlib.Path(__file__).parent / "kernels" / "tuned"
+LAUNCH = 2.0  # microseconds of a time that are about the same for a weight of any size
 NEAR = 2.0  # doublings of N, and of K, within which one weight's times stand for another's
 Times = dict[int, dict[str, float]]  # M -> route -> microseconds
 
@@ -82,6 +83,9 @@ class Table:
         rung = "tuned here" if best.own else f"tuned for {self.name}"
         if other or distance:
             rung += f", nearest {best.n}x{best.k}" + (f" of {_called(best)}" if other else "")
+        size = n * k / (best.n * best.k)
+        for m, row in times.items():
+            times[m] = {r: us * (LAUNCH + us * size) / (LAUNCH + us) for r, us in row.items()}
         return Found(times, rung)
 
 

@@ -8,9 +8,13 @@ from models import Random, grouped, nibbles
 from torch.nn.functional import linear
 
 import qinductor
+from qinductor.contracts import dequantize
 from qinductor.errors import Refused
-from qinductor.kernels.dequant_matmul import DEQUANT_MATMUL, case
+from qinductor.kernels.dequant_matmul import CASES, DEQUANT_MATMUL, case
+from qinductor.kernels.scaled_matmul_cases import CASES as SCALED
 from qinductor.op import Op
+from qinductor.patterns import dequant_matmul
+from qinductor.patterns.siblings import check_tables, joined, joined_contract
 from qinductor.testing import product_oracle
 
 BF16, K, G = torch.bfloat16, 128, 32
@@ -163,12 +167,123 @@ def test_another_x_is_another_product(timed):
     assert together(report) == [False, False, False, True]
 
 
+def test_an_x_that_each_product_computes(timed):
+    class Scaled(Attention):
+        def forward(self, x):
+            q, k, v = self.heads
+            return q(torch.tanh(x)), k(torch.tanh(x)), v(torch.tanh(-x)), q(torch.tanh(x))
+
+    model, x = Scaled(), x_of(4, 64)
+    _, results, report = run(model, x)
+    assert together(report) == [False, True, False, True]
+    for head, ours, theirs in zip(model.heads, results, model(x), strict=False):
+        product_oracle(ours, theirs, torch.tanh(-x if ours is results[2] else x), head.weight())
+
+
+def test_a_scale_of_the_whole_weight_is_one_of_rows(timed):
+    class Whole(Linear):
+        def weight(self):
+            return (nibbles(self.packed).to(BF16) - 8) * self.scale[0, 0]
+
+    model, x = Attention(), x_of(4, 64)
+    for head in model.heads:
+        head.__class__ = Whole
+    _, results, report = run(model, x)
+    hold(model, x, results)
+    assert together(report) == [False, True, True, True, False]
+
+
 def test_freed_weights_are_alone(timed):
     model, x = Attention(), x_of(4, 64)
     with torch.no_grad():
+        wanted = model(x)
         compiled = torch.compile(model, backend="qinductor", options={"weights": "replace"})
         compiled(x)
-    assert not any(together(qinductor.last_report()))
+        assert not any(together(qinductor.last_report()))
+        assert qinductor.last_report().freed_bytes
+        _, results, report = run(model, x)  # which takes them from their packed form
+    assert together(report) == [False] * 5
+    for ours, eager in zip(results, wanted, strict=True):
+        torch.testing.assert_close(ours, eager, rtol=0.02, atol=0.05)
+
+
+def test_weights_that_change_beside_a_freed_one(timed):
+    """Another graph frees q's: then k's and v's are not taken for it when they are packed again."""
+    model, x = Attention(sizes=(64, 64, 64)), x_of(4, 64)
+    q, k, v = model.heads
+    compiled, before, _ = run(model, x)
+    with torch.no_grad():
+        wanted = v(x)
+        torch.compile(q.forward, backend="qinductor", options={"weights": "replace"})(x)
+        assert qinductor.last_report().freed_bytes
+        k.load_state_dict(v.state_dict())
+        results = compiled(x)
+    product_oracle(results[1], wanted, x, v.weight())
+    assert [torch.equal(a, b) for a, b in zip(results, before, strict=True)] == [
+        True, False, True, True
+    ]  # fmt: skip
+
+
+def test_a_sibling_that_raises_stops_no_other(timed, monkeypatch):
+    known = dequant_matmul._proved
+
+    def proved(node, scope):
+        if node.meta["val"].shape[1] == 32:
+            raise KeyError("k")
+        return known(node, scope)
+
+    monkeypatch.setattr(dequant_matmul, "_proved", proved)
+    model, x = Attention(), x_of(4, 64)
+    _, results, report = run(model, x)
+    hold(model, x, results)
+    assert [site.lowered for site in report.sites] == [True, False, True, True, True]
+    assert "KeyError" in report.sites[1].reason and together(report) == [False, True, True, False]
+
+
+WEIGHTS = {
+    c.contract: c for c in (*CASES, *SCALED) if not getattr(c.contract, "experts", 0)
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("contract", WEIGHTS, ids=lambda c: c.summary)
+def test_the_weights_and_vectors_of_a_whole_are_those_of_its_parts(contract):
+    """Of two parts of one size, and of other sizes where blocks along N allow it."""
+    w = contract.weight
+    for n in (w.n, 2 * w.n):
+        blocks = w.bn if w.bn < w.n else n if w.bk == w.k else w.bn
+        parts = [contract, at(contract, n, blocks)]
+        if w.permuted or any(c.weight.n % c.weight.bn and w.bk < w.k for c in parts):
+            with pytest.raises(Refused, match="computed by itself"):
+                joined_contract(parts)
+            continue
+        whole = joined_contract(parts)
+        cases = [dataclasses.replace(WEIGHTS[contract], contract=c) for c in parts]
+        made = [each.make(seed=i)[-1] for i, each in enumerate(cases)]
+        made = [with_table(part, made[0]) for part in made]
+        one = joined(made, whole)
+        assert whole.weight == one.weight.format and whole.weight.n == w.n + n
+        assert torch.equal(
+            dequantize(one.weight), torch.cat([dequantize(part.weight) for part in made])
+        )
+        for name, value in vars(one).items():
+            if name != "weight" and value is not None:
+                assert torch.equal(value, torch.cat([getattr(part, name) for part in made]))
+
+
+def at(contract, n, bn):
+    return dataclasses.replace(contract, weight=dataclasses.replace(contract.weight, n=n, bn=bn))
+
+
+def with_table(part, other):
+    weight = dataclasses.replace(part.weight, table=other.weight.table)
+    return dataclasses.replace(part, weight=weight)
+
+
+def test_tables_that_differ_are_not_joined():
+    chosen = next(c for c in CASES if c.contract.weight.table is not None)
+    parts = [chosen.make(seed)[-1] for seed in (0, 1)]
+    with pytest.raises(Refused, match="the tables of products"):
+        check_tables([part.weight for part in parts])
 
 
 def test_on_a_gpu_estimates_decide():
