@@ -6,7 +6,7 @@
 |          | [..., K] each; x, residual [..., K]; then      |                                     |
 |          | norm weight [K]; then scale [1] if static      |                                     |
 | codes    | [..., K], contiguous                           | `codes`                             |
-| scale    | [..., K / group]; [1] of a whole tensor        | `scale`; int32 where it is packed   |
+| scale    | [..., K / group]; [1] of a whole tensor        | `scale`; int32: four to a word      |
 | zero     | as scale; only if asymmetric                   | `zero`                              |
 | sum      | [..., K]; only with a residual                 | `x`                                 |
 
@@ -56,7 +56,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 GATES, NORMS = ("", "halves", "swapped", "two"), ("", "rms", "add+rms")
 POWERS = ("", "up", "down", "nearest", "log2_up")
 QUOTIENTS = ("x/s", "x*(1/s)", "x*(q/a)", "x*s")
-LAYOUTS = ("row", "column", "column_padded", "packed")
+LAYOUTS = ("row", "column", "column_padded")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,27 +93,28 @@ class Quantize(Hashed):
     x         dtype of the inputs
     codes     float8_e4m3fn, float8_e5m2, int8 or uint8
     group     elements along k that share a scale: k where each row has one; 0: the whole tensor
-    scale     dtype of s as stored; int32: four exponents a word (`layout` "packed")
+    scale     dtype of s as stored; uint8: its exponent in float32, with the bias, what follows cut
+              off; int32: four of these to a word, the first in the lowest byte, 0 where is no group
     qmax      s = amax / qmax; of an asymmetric one (max(y, 0) - min(y, 0)) / qmax
     static    whether s is given
     compute   dtype of the arithmetic that makes s, each operation rounded in it
     inverse   s is amax * (1 / qmax), multiplied in float32 (as CUDA does for amax / a number)
     blank     amax where it is not above 0 (0, or nan); None: it stays
-    least     amax is no smaller than this; None for no floor
-    floor     s is no smaller than this; None for no floor
+    least     amax is no smaller than this; None for no bound
+    floor     s is no smaller than this, then no larger than `most`; None for no bound
     empty     s where it would be 0; None: it stays 0
     power     "": s as it is; s becomes a power of two: "up" the next one, "down" the one before,
               "nearest"; "log2_up": exp2(ceil(log2(s))), which in float32 leaves an s barely above
               a power where it is
     quotient  "x/s"; "x*(1/s)"; "x*(q/a)", q = qmax and a = amax; "x*s", s is given inverted
     inner     dtype of the quotient and of what follows up to the codes
-    guard     where s is 0, 1/s is taken as 0: a row of zeros has codes 0, and not nan
+    guard     where s is 0, or its floor, 1/s is taken as 0: zeros have codes 0, and not nan
     plus      0 is added to the quotient, which makes -0 of a float code 0
     truncate  integers are rounded toward 0, and not to nearest even
     low, high clamp of the quotient; None for no clamp
     zero      dtype of the zero point z, codes = round(y / s) + z; None if symmetric
-    layout    strides of s as [M, G]: "row" (G, 1); "column" (1, M); "column_padded" (1, M
-              rounded up to 4); "packed": the same of int32 words, four groups each
+    layout    strides of s as [M, G], or of its words: "row" (G, 1); "column" (1, M);
+              "column_padded" (1, M rounded up to 4)
     """
 
     k: int
@@ -132,6 +133,7 @@ class Quantize(Hashed):
     blank: float | None = None
     least: float | None = None
     floor: float | None = None
+    most: float | None = None
     empty: float | None = None
     power: str = ""
     quotient: str = "x/s"
@@ -146,12 +148,11 @@ class Quantize(Hashed):
     def __post_init__(self) -> None:
         for name, value, known in (
             ("activation", self.source.activation, ("", *ACTIVATIONS)),
-            ("gate", self.source.gate, GATES),
-            ("norm", self.source.norm, NORMS),
+            ("gate", self.source.gate, GATES), ("norm", self.source.norm, NORMS),
             ("power", self.power, POWERS),
             ("quotient", self.quotient, QUOTIENTS),
             ("layout", self.layout, LAYOUTS),
-        ):
+        ):  # fmt: skip
             if value not in known:
                 raise ValueError(f"no {name}: {value!r}; wanted one of {known}")
         if self.group and self.k % self.group:
@@ -164,6 +165,11 @@ class Quantize(Hashed):
     def groups(self) -> int:
         """Scales of a row; 1 of a whole tensor."""
         return self.k // self.group if self.group else 1
+
+    @property
+    def columns(self) -> int:
+        """Elements of a row of the scale as stored: the groups, or their words."""
+        return -(-self.groups // 4) if self.scale is torch.int32 else self.groups
 
     @property
     def granularity(self) -> str:
@@ -245,6 +251,7 @@ def scales(contract: Quantize, y: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
     else:  # by a tensor: by a number eager would multiply with 1 / qmax on a GPU
         s = (amax.to(FP32) / torch.full_like(amax, c.qmax, dtype=FP32)).to(c.compute)
     s = s if c.floor is None else s.clamp_min(c.floor)
+    s = s if c.most is None else s.clamp_max(c.most)
     s = s if c.empty is None else torch.where(s == 0, c.empty, s)
     return (power_of_two(s, c.power) if c.power else s), amax
 
@@ -259,7 +266,7 @@ def quantised(
         v = wide / s
     elif c.quotient == "x*(1/s)":
         inverse = s.reciprocal()
-        v = wide * (torch.where(s == 0, 0, inverse) if c.guard else inverse)
+        v = wide * (torch.where(s <= (c.floor or 0), 0, inverse) if c.guard else inverse)
     elif c.quotient == "x*s":
         v = wide * s
     else:
@@ -277,16 +284,21 @@ def quantised(
     return v.to(c.codes), zero
 
 
+def stored(contract: Quantize, s: torch.Tensor) -> torch.Tensor:
+    """Scales [..., G] in the dtype of the contract, [..., G / 4] where that is of words."""
+    if contract.scale not in (torch.uint8, torch.int32):
+        return s.to(contract.scale)
+    exponents = (s.to(FP32).contiguous().view(torch.int32) >> 23).to(torch.uint8)
+    wide = torch.nn.functional.pad(exponents, (0, -s.shape[-1] % 4))
+    return exponents if contract.scale is torch.uint8 else wide.view(torch.int32)
+
+
 def laid_out(contract: Quantize, s: torch.Tensor) -> torch.Tensor:
     """Scales [..., G] in the dtype and the layout of the contract."""
-    s = s.to(contract.scale) if contract.layout != "packed" else s
+    s = stored(contract, s)
     if contract.layout == "row" or not contract.group:
         return s.contiguous()
     flat = s.reshape(-1, s.shape[-1])
-    if contract.layout == "packed":
-        exponents = (flat.view(torch.int32) >> 23) & 0xFF
-        exponents = torch.nn.functional.pad(exponents, (0, -flat.shape[1] % 4)).to(torch.uint8)
-        flat = exponents.view(torch.int32)
     m, g = flat.shape
     pad = 0 if contract.layout == "column" else -m % 4
     held = flat.new_zeros((g, m + pad)).t()[:m]
@@ -315,7 +327,7 @@ def cost(contract: Quantize) -> dict[str, sympy.Expr]:
     """Bytes that must move and floating-point operations, in M rows of y."""
     c = contract
     read = c.k * c.x.itemsize * (2 if c.source.gate or c.residual else 1)
-    write = c.k * c.codes.itemsize + c.groups * c.scale.itemsize
+    write = c.k * c.codes.itemsize + c.columns * c.scale.itemsize
     write += c.k * c.x.itemsize if c.residual else 0
     return {"bytes": M * (read + write), "flops": 8 * M * c.k}
 
@@ -355,16 +367,15 @@ def results(contract: Quantize, inputs: Sequence[torch.Tensor]) -> list[torch.Te
     """Empty tensors for the results, with their strides."""
     c, x = contract, inputs[0]
     lead = x.shape[:-1]
-    groups = c.groups if c.layout != "packed" else -(-c.groups // 4)
     found = [x.new_empty((*lead, c.k), dtype=c.codes)]
     if not c.group:
         found.append(x.new_empty((1,), dtype=c.scale))
     elif c.layout == "row":
-        found.append(x.new_empty((*lead, groups), dtype=c.scale))
+        found.append(x.new_empty((*lead, c.columns), dtype=c.scale))
     else:
         m = math.prod(lead)
         wide = m if c.layout == "column" else (m + 3) // 4 * 4
-        held = x.new_empty((groups, wide), dtype=c.scale).t()[:m]
+        held = x.new_empty((c.columns, wide), dtype=c.scale).t().narrow(0, 0, m)
         found.append(held.unflatten(0, lead) if len(lead) != 1 else held)
     if c.zero is not None:
         found.append(torch.empty_like(found[1], dtype=c.zero))

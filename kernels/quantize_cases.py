@@ -69,6 +69,7 @@ def source(
 
 V2: dict[str, Any] = {"least": 1e-10, "inverse": True, "quotient": "x*(q/a)"}
 UE8M0: dict[str, Any] = {"least": 1e-10, "inverse": True, "power": "up", "quotient": "x*(1/s)"}
+MX: dict[str, Any] = {"power": "log2_up", "quotient": "x*(1/s)", "guard": True}
 GUARDED: dict[str, Any] = {"inverse": True, "quotient": "x*(1/s)", "guard": True}
 TENSOR: dict[str, Any] = {"group": 0, "quotient": "x*(1/s)", "guard": True}
 ASYMMETRIC: dict[str, Any] = {"zero": torch.int32, "empty": 1.0}
@@ -88,9 +89,9 @@ def _of_sgl_kernel() -> Named:
         "group v2 columns": (5, contract(384, layout="column_padded", **V2)),
         "group 16 v2": (3, contract(80, group=16, x=FP16, source=Source(y=FP16), **V2)),
         "ue8m0": (5, contract(640, layout="column", **UE8M0)),
-        "ue8m0 packed": (5, contract(640, scale=torch.int32, layout="packed", **UE8M0)),
+        "ue8m0 packed": (5, contract(640, scale=torch.int32, layout="column_padded", **UE8M0)),
         "ue8m0 silu packed": (
-            6, contract(640, source=SILU, scale=torch.int32, layout="packed", **UE8M0)
+            6, contract(640, source=SILU, scale=torch.int32, layout="column_padded", **UE8M0)
         ),
         "token guarded": (5, contract(1000, group=1000, **GUARDED)),
         "token guarded fp32": (
@@ -146,10 +147,20 @@ def _of_scales() -> Named:
         "scale e8m0, rounded": (4, contract(256, scale=E8M0)),
         "scale bf16": (4, contract(256, scale=BF16)),
         "scale fp16": (4, contract(256, scale=FP16)),
-        "packed token": (4, contract(96, scale=torch.int32, layout="packed", group=96, power="up")),
-        "packed 5 groups": (
-            6, contract(640, scale=torch.int32, layout="packed", power="down", empty=1.0)
+        "packed token": (
+            4, contract(96, scale=torch.int32, layout="column_padded", group=96, power="up")
         ),
+        "packed 5 groups": (
+            6, contract(640, scale=torch.int32, layout="column_padded", power="down", empty=1.0)
+        ),
+        "packed rows": (6, contract(640, scale=torch.int32, layout="row", power="up", empty=1.0)),
+        "packed columns": (6, contract(640, scale=torch.int32, layout="column", **UE8M0)),
+        "most": (4, contract(256, most=2.0**9)),
+        "mx": (4, contract(256, group=32, scale=E8M0, floor=2.0**-127, most=2.0**127, **MX)),
+        "mx of a floor": (4, contract(256, group=32, scale=BF16, floor=1e-3, **MX)),
+        "bytes": (4, contract(256, scale=UINT8, power="up", empty=1.0)),
+        "bytes, cut off": (6, contract(640, scale=UINT8, layout="column_padded")),
+        "tensor bytes": (4, contract(96, group=0, scale=UINT8, power="up", empty=1.0)),
         "tensor e8m0": (4, contract(96, group=0, scale=E8M0, power="up")),
         "column": (6, contract(512, layout="column")),
         "padded": (6, contract(512, layout="column_padded")),
@@ -198,7 +209,7 @@ def _of_sources() -> Named:
         "rms relu2": (3, contract(256, source=source("relu2", "", norm="rms", eps=0.0))),
         "add rms": (4, contract(384, source=ADDED, **V2)),
         "add rms packed": (
-            5, contract(640, source=ADDED, scale=torch.int32, layout="packed", **UE8M0)
+            5, contract(640, source=ADDED, scale=torch.int32, layout="column_padded", **UE8M0)
         ),
         "add rms token fp16": (
             4, contract(512, INT8, 512, FP16, source=dataclasses.replace(ADDED, y=FP16))

@@ -55,9 +55,7 @@ def _check(
     """QinductorError with what was given and what is wanted."""
     c = contract
     lead = tuple(inputs[0].shape[:-1])
-    packed = c.layout == "packed"
-    groups = -(-c.groups // 4) if packed else c.groups
-    scale = ("scale", (*lead, groups) if c.group else (1,), c.scale, False)
+    scale = ("scale", (*lead, c.columns) if c.group else (1,), c.scale, False)
     wanted = [("codes", (*lead, c.k), c.codes, True), scale]
     if c.zero is not None:
         wanted.append(("zero", scale[1], c.zero, True))

@@ -80,7 +80,7 @@ def tile(contract: Quantize, columns: int) -> tuple[int, int, int]:
         return size, size, 1
     group = c.group or c.k
     wide = max(2, power(group))
-    least = c.k // group if c.source.norm else 4 if c.layout == "packed" and c.groups > 1 else 1
+    least = c.k // group if c.source.norm else 4 if c.scale is torch.int32 and c.groups > 1 else 1
     most = power(c.k // group)
     return group, wide, max(power(least), min(most, columns // wide))
 

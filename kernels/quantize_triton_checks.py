@@ -24,9 +24,12 @@ CONTRACTS = {
     "token": cases.contract(K, group=K, **cases.GUARDED),
     "token of 32768": cases.contract(1 << 15, torch.int8, 1 << 15, low=-127.0),
     "ue8m0 silu packed": cases.contract(
-        K, source=cases.SILU, scale=torch.int32, layout="packed", **cases.UE8M0
+        K, source=cases.SILU, scale=torch.int32, layout="column_padded", **cases.UE8M0
     ),
     "divided": cases.contract(K, floor=1e-9),
+    "mx bytes": cases.contract(
+        K, group=32, scale=torch.uint8, floor=2.0**-127, most=2.0**127, **cases.MX
+    ),
     "asymmetric": cases.contract(K, torch.uint8, K, **cases.ASYMMETRIC),
     "tensor": cases.contract(K, **cases.TENSOR),
     "e5m2": cases.contract(K, torch.float8_e5m2, 32, clamped=False),

@@ -29,8 +29,10 @@ class Form(Hashed):
     norm, eps    of the source; `mean` is 1 / k in float32
     y, narrow    dtype of y, and whether rounding to it may change anything
     whole, static   whether one scale is that of all of y, and whether it is given
-    compute, blank, least, inverse, qmax, floor, empty, power   how s is made; 0 for what is not
-    quotient, top, inner, guard, plus   how y / s is: `top` is qmax in `inner`
+    compute, blank, least, inverse, qmax, floor, most, empty, power   how s is made; 0 for what
+                 is not
+    quotient, top, inner, guard, plus   how y / s is: `top` is qmax in `inner`, `guard` the largest
+                 s of which 1/s is taken as 0, -1 for none
     clamps, low, high   of the quotient, where the conversion does not clamp as well
     mantissa, bias   of a float code, 0 of an integer
     codes        dtype of a float code
@@ -39,7 +41,7 @@ class Form(Hashed):
     units, units_bits   a float32, and its bits, beside which floats are a code's subnormals
     truncate     of integers
     zero, zeros  whether there is a zero point, and its dtype
-    scale        "e8m0", "packed" or "" where `stored` is the dtype
+    scale        "e8m0", "bytes", "packed" or "" where `stored` is the dtype
     """
 
     k: int
@@ -64,12 +66,13 @@ class Form(Hashed):
     inverse: float
     qmax: float
     floor: float
+    most: float
     empty: float
     power: str
     quotient: str
     top: float
     inner: Any
-    guard: bool
+    guard: float
     plus: bool
     clamps: bool
     low: float
@@ -136,12 +139,14 @@ def device_form(contract: Quantize) -> Form:
         named[source.y], source.y not in (product, FP32), not c.group, c.static,
         named[c.compute], kept(c.blank, c.compute), kept(c.least, c.compute),
         kept(1 / c.qmax, FP32) if c.inverse else 0.0, kept(c.qmax, FP32),
-        kept(c.floor, c.compute), kept(c.empty, c.compute), c.power,
-        c.quotient, kept(c.qmax, c.inner), named[c.inner], c.guard, c.plus,
+        kept(c.floor, c.compute), kept(c.most, c.compute), kept(c.empty, c.compute), c.power,
+        c.quotient, kept(c.qmax, c.inner), named[c.inner],
+        kept(c.floor, c.inner) if c.guard else -1.0, c.plus,
         c.low is not None and not saturates, low, high, mantissa, bias,
         named.get(c.codes), saturates or (mantissa == 3 and not overflows()), beyond, last,
         units, bits(units), c.truncate, c.zero is not None, named[c.zero or FP32],
-        {E8M0: "e8m0", torch.int32: "packed"}.get(c.scale, ""), named.get(c.scale, tl.uint8),
+        {E8M0: "e8m0", torch.uint8: "bytes", torch.int32: "packed"}.get(c.scale, ""),
+        named.get(c.scale, tl.uint8),
     )  # fmt: skip
 
 
@@ -175,7 +180,8 @@ def _source(c: Quantize) -> Sequence[str | None]:
 
 def _scales(c: Quantize) -> Sequence[str | None]:
     """What is wrong with the scales."""
-    kinds = (*WIDE, E8M0, torch.int32)
+    exponents = (E8M0, torch.uint8, torch.int32)
+    kinds = (*WIDE, *exponents)
     return (
         f"s is computed in {short(c.compute)}, y / s in {short(c.inner)}; it takes bf16, fp16, fp32"
         if c.compute not in WIDE or c.inner not in WIDE
@@ -183,20 +189,20 @@ def _scales(c: Quantize) -> Sequence[str | None]:
         f"s is stored in {short(c.scale)}; it takes {', '.join(map(short, kinds))}"
         if c.scale not in kinds
         else None,
-        f"scales {short(c.scale)} in layout {c.layout}; int32 and packed go together"
-        if (c.scale is torch.int32) != (c.layout == "packed")
-        else None,
         "one scale for the whole tensor, in words of four; it takes groups of a row"
-        if c.layout == "packed" and not c.group
+        if c.scale is torch.int32 and not c.group
         else None,
         f"amax {c.blank} where it is not above 0; it takes numbers above 0"
         if c.blank is not None and not c.blank > 0
         else None,
         f"a power of two, or its exponent, from s in {short(c.compute)}; it takes fp32"
-        if c.compute is not FP32 and (c.power or c.scale in (E8M0, torch.int32))
+        if c.compute is not FP32 and (c.power or c.scale in exponents)
         else None,
         f"a given scale for groups of {c.group}; it takes one for the whole tensor"
         if c.static and c.group
+        else None,
+        "a given scale that is an exponent without its number; it takes e8m0"
+        if c.static and c.scale in exponents[1:]
         else None,
         f"a given scale and quotient {c.quotient}; amax is not computed then"
         if c.static and c.quotient == "x*(q/a)"

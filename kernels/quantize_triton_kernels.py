@@ -106,6 +106,8 @@ def _scale(amax, F: tl.constexpr):
         s = rounded(tl.div_rn(amax, tl.full(amax.shape, F.qmax, tl.float32)), F.compute)
     if F.floor > 0:
         s = at_least(s, F.floor)
+    if F.most > 0:
+        s = at_most(s, F.most)
     if F.empty != 0:
         s = tl.where(s == 0, F.empty, s)
     POWER: tl.constexpr = F.power
@@ -134,8 +136,8 @@ def _quotient(y, s, amax, F: tl.constexpr, LIB: tl.constexpr):
             v = tl.div_rn(y, tl.broadcast_to(_spread(s, F), y.shape))
     elif F.quotient == "x*(1/s)":
         inverse = rounded(tl.div_rn(tl.full(s.shape, 1.0, tl.float32), s), T)
-        if F.guard:
-            inverse = tl.where(s == 0, 0.0, inverse)
+        if F.guard >= 0:
+            inverse = tl.where(s <= F.guard, 0.0, inverse)
         v = y * _spread(inverse, F)
     elif F.quotient == "x*s":
         v = y * _spread(s, F)
@@ -180,6 +182,8 @@ def _store_scale(at, s, taken, F: tl.constexpr):
         up = (rest > 0x400000) | ((rest == 0x400000) & (exponent > 0))
         exponent = tl.where(up & (exponent < 255), exponent + 1, exponent)
         tl.store(at, exponent.to(tl.uint8), taken)
+    elif F.scale == "bytes":
+        tl.store(at, ((as_bits(s) >> 23) & 0xFF).to(tl.uint8), taken)
     else:
         tl.store(at, s.to(F.stored), taken)
 

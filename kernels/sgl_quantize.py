@@ -43,7 +43,6 @@ def group_contract(
         scale=INT32 if packed else FP32, qmax=high, compute=FP32, inner=FP32, low=low, high=high,
         inverse=True, least=LEAST, power="up" if ue8m0 else "",
         quotient="x*(1/s)" if ue8m0 else "x*(q/a)", truncate=codes is INT8,
-        layout="packed" if packed else "row",
     )  # fmt: skip
 
 

@@ -299,7 +299,7 @@ def pure(node: Node) -> bool:
     """Whether the node computes the same value every time and changes nothing."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
-        return target is operator.getitem
+        return target is operator.getitem or isinstance(node.meta.get("val"), (int, torch.SymInt))
     seeded = torch.Tag.nondeterministic_seeded in target.tags
     return not seeded and not target._schema.is_mutable
 

@@ -1,7 +1,7 @@
 """Spellings of activation quantisers, a provider that runs them anywhere, and what is found."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -11,10 +11,12 @@ from torch.nn.functional import silu
 import qinductor
 from qinductor.contracts import parse
 from qinductor.kernels.quantize import QUANTIZE, Quantize, Reference
+from qinductor.patterns.activation_formats.find import Finder
 from qinductor.testing import rewritten
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+MOST = 40  # runs of one site on probes
 
 
 class Anywhere(Reference):
@@ -62,9 +64,54 @@ def sites(
     function: Callable[..., Any], *x: torch.Tensor, dynamic: bool | None = None, **buffers: Any
 ) -> tuple[qinductor.Report, list[Quantize]]:
     """The report on a function, and the contracts of the operators in its graph."""
-    with provided():
+    with provided(), few_runs():
         made = rewritten(lambda: Of(function, **buffers), *x, dynamic=dynamic)
     return made.report, list(_contracts(made.after))
+
+
+@contextlib.contextmanager
+def few_runs() -> Iterator[None]:
+    """Within it no site, lowered or not, is run on probes more often than `MOST` times."""
+    find = Finder.__call__
+
+    def counted(self: Finder, *args: Any) -> Any:
+        try:
+            return find(self, *args)
+        finally:
+            assert self.runs <= MOST, f"{self.runs} runs of one site"
+
+    with mock.patch.object(Finder, "__call__", counted):
+        yield
+
+
+def compiled(
+    function: Callable[..., Any],
+    *x: torch.Tensor,
+    dynamic: bool | None = None,
+    options: Any = None,
+    **buffers: torch.Tensor,
+) -> tuple[Any, Any, qinductor.Report]:
+    """A compiled function, its results, and its report."""
+    torch._dynamo.reset()
+    made = torch.compile(
+        Of(function, **buffers), backend="qinductor", dynamic=dynamic, options=options
+    )
+    with torch.no_grad(), provided(), few_runs():
+        return made, made(*x), qinductor.last_report()
+
+
+def assert_same(ours: Sequence[torch.Tensor], eager: Sequence[torch.Tensor]) -> None:
+    """Both have the same bits in the same places."""
+    for a, b in zip(ours, eager, strict=True):
+        assert (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
+        assert_values(a, b)
+
+
+def assert_values(ours: torch.Tensor, eager: torch.Tensor) -> None:
+    """Both have the same bits, in any order in memory."""
+    assert (ours.dtype, ours.shape) == (eager.dtype, eager.shape)
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[ours.dtype.itemsize]
+    assert torch.equal(ours.view(bits), eager.view(bits))
 
 
 def _contracts(text: str) -> Iterator[Quantize]:

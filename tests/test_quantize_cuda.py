@@ -208,7 +208,7 @@ INTO: dict[str, Any] = {
     "group v2": contract(2048, **cases.V2),
     "silu ue8m0": contract(2048, source=cases.SILU, **cases.UE8M0),
     "silu packed": contract(
-        640, source=cases.SILU, scale=torch.int32, layout="packed", **cases.UE8M0
+        640, source=cases.SILU, scale=torch.int32, layout="column_padded", **cases.UE8M0
     ),
     "int8": contract(256, INT8, truncate=True, source=cases.SILU, **cases.V2),
 }

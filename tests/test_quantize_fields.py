@@ -31,6 +31,7 @@ class As:
     blank: float | None = None
     least: float | None = None
     floor: float | None = None
+    most: float | None = None
     empty: float | None = None
     power: str = ""
     quotient: str = "x/s"
@@ -67,6 +68,8 @@ def spelled(how: As):
         s = amax * (1 / how.qmax) if how.inverse else amax / how.qmax
         if how.floor is not None:
             s = torch.clamp(s, min=how.floor)
+        if how.most is not None:
+            s = torch.clamp(s, max=how.most)
         if how.empty is not None:
             s = torch.where(s == 0, how.empty, s)
         s = POWERS[how.power](s) if how.power else s
@@ -74,7 +77,7 @@ def spelled(how: As):
         if how.quotient == "x/s":
             v = v / t
         elif how.quotient == "x*(1/s)":
-            v = v * (torch.where(t == 0, 0.0, 1 / t) if how.guard else 1 / t)
+            v = v * (torch.where(t <= (how.floor or 0), 0.0, 1 / t) if how.guard else 1 / t)
         else:
             v = v * (torch.full_like(amax, how.qmax).to(how.inner) / amax.to(how.inner))
         v = v + 0.0 if how.plus else v
@@ -122,6 +125,9 @@ FIELDS = (
     ({"quotient": "x*(1/s)"}, {}),
     ({"quotient": "x*(q/a)", "least": 1e-12}, {}),
     ({"quotient": "x*(1/s)", "guard": True}, {}),
+    ({"quotient": "x*(1/s)", "guard": True, "floor": 1e-5}, {}),
+    ({"power": "log2_up", "most": 2.0**127}, {}),
+    ({"power": "log2_up", "most": 2.0**127, "floor": 1e-5}, {}),
     ({"plus": True}, {}),
     ({"clamp": None, "quotient": "x*(1/s)"}, {}),
     ({"clamp": (-440.0, 440.0)}, {}),

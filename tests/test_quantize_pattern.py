@@ -8,8 +8,10 @@ from quantisers import (
     E4M3,
     FP32,
     Of,
+    assert_same,
     by_group,
     by_token,
+    compiled,
     found,
     gated,
     provided,
@@ -417,23 +419,6 @@ output [%12, %13]
 """)
 
 
-def compiled(function, *x, dynamic=None, options=None, **buffers):
-    """A compiled function, its results, and its report."""
-    torch._dynamo.reset()
-    made = torch.compile(
-        Of(function, **buffers), backend="qinductor", dynamic=dynamic, options=options
-    )
-    with torch.no_grad(), provided():
-        return made, made(*x), qinductor.last_report()
-
-
-def assert_same(ours, eager):
-    for a, b in zip(ours, eager, strict=True):
-        assert (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
-        a, b = (t.reshape(-1).view(torch.uint8) for t in (a, b))
-        assert torch.equal(a, b)
-
-
 def by_tensor(x):
     s = x.abs().amax().float().clamp(min=1e-12) / 448
     return (x.float() / s).to(E4M3), s
@@ -686,6 +671,36 @@ def test_equal_regions_are_identified_once():
     report, _ = sites(lambda x, y: (*by_token(x), *by_token(y)), rows(), rows())
     assert report.lowered == 2
     assert report.sites[1].evaluations == (0, 0)
+
+
+def in_columns(q, s):
+    strides = (1, (s.shape[0] + 3) // 4 * 4)
+    return q, s.new_empty_strided(s.shape, strides).copy_(s)
+
+
+FEW = {
+    "one row of silu": (lambda x: by_token(gated(x)), (1, 512)),
+    "a tensor of silu": (lambda x: by_tensor(gated(x)), (8, 512)),
+    "a tensor of two": (
+        lambda g, u: by_tensor(torch.nn.functional.silu(g) * u), (8, 256), (8, 256),
+    ),
+    "three rows in padded columns": (lambda x: in_columns(*by_token(gated(x))), (3, 512)),
+    "one row of a zero point": (int8_asymmetric, (1, 512)),
+    "a source of no kind": (lambda x: by_tensor(gated(x).roll(1, 0).abs() + 1), (2, 512)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("symbolic", (False, True), ids=("static", "symbolic"))
+@pytest.mark.parametrize("name", FEW)
+def test_few_runs_are_enough(name, symbolic):
+    """`sites` counts the runs."""
+    function, *shapes = FEW[name]
+    x = [rows(*shape) for shape in shapes]
+    if symbolic and len(x[0]) > 1:
+        for t in x:
+            torch._dynamo.mark_dynamic(t, 0)
+    report, _ = sites(function, *x)
+    assert len(report.sites) == 1 and report.lowered == 1, report
 
 
 def test_switched_off():

@@ -230,7 +230,7 @@ INTO: dict[str, Any] = {
     "group v2": contract(256, **cases.V2),
     "silu ue8m0": contract(256, source=cases.SILU, **cases.UE8M0),
     "silu packed": contract(
-        640, source=cases.SILU, scale=torch.int32, layout="packed", **cases.UE8M0
+        640, source=cases.SILU, scale=torch.int32, layout="column_padded", **cases.UE8M0
     ),
     "int8": contract(256, INT8, truncate=True, source=cases.SILU, **cases.V2),
 }
@@ -310,9 +310,9 @@ def test_tensors_that_do_not_fit_are_refused():
         ({"compute": torch.float64}, "s is computed in"),
         ({"inner": torch.float64}, "s is computed in"),
         ({"scale": torch.float64}, "s is stored in"),
-        ({"scale": torch.int32}, "int32 and packed go together"),
-        ({"layout": "packed"}, "int32 and packed go together"),
-        ({"scale": torch.int32, "layout": "packed", "group": 0}, "in words of four"),
+        ({"scale": torch.int32, "group": 0}, "in words of four"),
+        ({"scale": UINT8, "group": 0, "static": True}, "a given scale that is an exponent"),
+        ({"compute": BF16, "scale": UINT8}, "a power of two"),
         ({"compute": BF16, "power": "up"}, "a power of two"),
         ({"compute": BF16, "scale": torch.float8_e8m0fnu}, "a power of two"),
         ({"static": True}, "a given scale for groups of 128"),

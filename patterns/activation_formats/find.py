@@ -5,37 +5,47 @@ import dataclasses
 import itertools
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.fx import Node
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from qinductor.contracts import parse
 from qinductor.errors import Refused
 from qinductor.kernels.quantize import Quantize, Source
+from qinductor.patterns.activation_formats.candidates import (
+    GROUPS,
+    SCALES,
+    again,
+    answers,
+    group_of,
+    is_zero,
+    nearness,
+    scales_among,
+)
 from qinductor.patterns.activation_formats.gates import source_of
 from qinductor.patterns.activation_formats.identify import Answers, battery, identify, near, plain
+from qinductor.patterns.activation_formats.layouts import proves, stored_as
 from qinductor.patterns.activation_formats.norms import norm_of
-from qinductor.patterns.activation_formats.probe import Function, Numbers, function, numbers
+from qinductor.patterns.activation_formats.probe import (
+    Function,
+    Numbers,
+    Remembered,
+    function,
+    numbers,
+)
 from qinductor.patterns.activation_formats.prove import prove
 from qinductor.patterns.activation_formats.sources import (
     PARTIAL,
     Site,
     beginning,
-    count,
     fixed,
     is_reduced,
     site_of,
 )
 from qinductor.regions import FLOATS, INTEGER, Scope, aten, describe
 
-SCALE = (*FLOATS, torch.float8_e8m0fnu)
-ELEMENTS = 1 << 19  # of a battery, at most
-GROUPS = (48, 512)  # in it, at least and at most
-RUNS = 20  # for a battery, where a run takes few groups, but for GROUPS
-SCALES = 3  # reduced tensors that are tried as the scale, or as the zero
 TRIED = 8  # contracts of one batch of answers that are proved
 GIVEN = 0.0213  # the static scale that probes are made with
 # The contract; the places of codes, scale and zero among the outputs; a static scale that is a
@@ -109,9 +119,9 @@ class Finder:
         outputs, sums = [nodes[0] for nodes in after.outputs], _sums(site, inputs, source)
         region = function(inputs, [*outputs, *sums], site.order, self.norms)
         if inputs != (y,):
-            self.runs += self._once(
+            self._once(
                 f"{region.text()}\n{contract}",
-                lambda: prove(region, contract, after.numbers.every, after.literal),
+                lambda: self._proved_whole(region, contract, after),
             )
         added = _added(inputs[0]) if source.norm == "rms" else None
         if added is not None:  # by the operator that was put in for another quantiser
@@ -121,14 +131,52 @@ class Finder:
             )
         shape = [fixed(size) for size in inputs[0].meta["val"].shape[:-1]]
         literal = () if after.literal is None else (after.literal,)
+        form, replaced = self._stored(site, after)
         return Found(
-            contract=contract,
+            contract=dataclasses.replace(contract, scale=form.scale, layout=form.layout),
             inputs=(*inputs, *region.given, *literal),
-            replaced=(*after.outputs, *((node,) for node in sums)),
+            replaced=(*replaced, *((node,) for node in sums)),
             region=tuple(n for n in site.order if n in site.varying and n not in inputs),
             m=None if None in shape else math.prod(size or 0 for size in shape),
             evaluations=self.runs,
         )
+
+    def _proved_whole(self, region: Function, contract: Quantize, after: Quantiser) -> None:
+        with self._asking(region) as asked:
+            places = range(len(region.outputs))
+            prove(asked, places, contract, after.numbers.every, after.literal)
+
+    def _stored(
+        self, site: Site, after: Quantiser
+    ) -> tuple[Quantize, tuple[tuple[Node, ...], ...]]:
+        """The contract of a quantiser with the form in which its scale is read, and the nodes that
+        hold codes, scale in this form, zero."""
+        contract = after.contract
+        if len(after.outputs) != 2 or not contract.group:
+            return contract, after.outputs
+        inside = {n for n in site.order if n not in site.side}
+
+        def has_form(part: Function, member: Quantize) -> bool:
+            with self._asking(part) as asked:
+                return proves(asked, contract, member, after.numbers.every)
+
+        form, node = stored_as(
+            contract, after.outputs[1], site.codes, inside,
+            lambda part, member: self._once(
+                f"{part.text()}\n{contract}\n{member}", lambda: has_form(part, member)
+            ),
+        )  # fmt: skip
+        nodes = (after.outputs[0], (node,))
+        return form, after.outputs if node is after.outputs[1][0] else nodes
+
+    @contextlib.contextmanager
+    def _asking(self, region: Function) -> Iterator[Remembered]:
+        """A region whose runs are counted."""
+        asked = Remembered(region)
+        try:
+            yield asked
+        finally:
+            self.runs += asked.runs
 
     def _once(self, key: str, make: Callable[[], Any]) -> Any:
         """What `make` returns or how it refuses, for regions of one text."""
@@ -151,8 +199,7 @@ class Finder:
         reduced = [n for n in after if is_reduced(n, site.codes)]
         used = [n for n in reduced if any(user not in inside for user in n.users)]
         within = [n for n in reduced if n not in site.side]
-        floats = [n for n in [*reversed(used), *reversed(within)] if n.meta["val"].dtype in SCALE]
-        scales = list(dict.fromkeys(floats))[:SCALES]
+        scales = scales_among([*reversed(used), *reversed(within)], used)
         whole = sorted(reduced, key=lambda n: (n not in used, _dtype(n) not in INTEGER))
         zeros = [n for n in whole if n in used or _dtype(n) in INTEGER][:SCALES]
         region = function([y], [site.codes, *reduced], site.order)
@@ -164,7 +211,7 @@ class Finder:
             lambda: self._identified(region, places, again, known),
         )
         nodes = tuple(tuple(region.outputs[i] for i in each) for each in outputs)
-        return Quantiser(_laid(contract, nodes), nodes, known, literal)
+        return Quantiser(contract, nodes, known, literal)
 
     def _identified(
         self, region: Function, places: tuple[list[int], ...], used: list[int], known: Numbers
@@ -175,33 +222,36 @@ class Finder:
         base = plain(int(value.shape[-1]), value.dtype, _dtype(region.outputs[0]), 0, torch.float32)
         if not scales:
             return self._static(region, base, known)
-        refused: Refused | None = None
+        refusals: list[tuple[tuple[bool, int], Refused]] = []
         whole = [i for i in zeros if _dtype(region.outputs[i]) in INTEGER]
         order = [*whole, None, *(i for i in zeros if i not in whole)]
-        for zero, scale in itertools.product(order, scales):
-            group = _group(region, region.outputs[scale])
-            if group is None or zero == scale:
-                continue
-            dtype = None if zero is None else _dtype(region.outputs[zero])
-            member = dataclasses.replace(
-                base, group=group, scale=_dtype(region.outputs[scale]), zero=dtype
-            )
-            chosen = (0, scale) if zero is None else (0, scale, zero)
-            try:
-                answers = self._asked(region, member, chosen, known)
-                contract = self._proved(region, member, answers, chosen, known)
-                again = self._again(region, contract, scale, used, known)
-                return contract, ((0,), (scale, *again), *((i,) for i in chosen[2:])), None
-            except Refused as refusal:
-                refused = _nearer(refused, refusal)
-        raise refused or Refused(
+        with self._asking(region) as asked:
+            for zero, scale in itertools.product(order, scales):
+                group = group_of(region, region.outputs[scale])
+                if group is None or not (zero is None or is_zero(region, zero, scale, group)):
+                    continue
+                dtype = None if zero is None else _dtype(region.outputs[zero])
+                member = dataclasses.replace(
+                    base, group=group, scale=_dtype(region.outputs[scale]), zero=dtype
+                )
+                chosen = (0, scale) if zero is None else (0, scale, zero)
+                try:
+                    given = answers(asked, member, chosen, known)
+                    contract = self._proved(asked, member, given, chosen, known)
+                    equal = again(asked, contract, scale, used, known)
+                    return contract, ((0,), (scale, *equal), *((i,) for i in chosen[2:])), None
+                except Refused as refusal:
+                    refusals.append(((scale in used, nearness(refusal)), refusal))
+        if refusals:
+            raise max(refusals, key=operator.itemgetter(0))[1]
+        raise Refused(
             f"no scale belongs to groups of {describe(region.inputs[0])}: found "
             f"{', '.join(describe(region.outputs[i]) for i in scales)}"
         )
 
     def _proved(
         self,
-        region: Function,
+        asked: Remembered,
         base: Quantize,
         answers: Answers,
         places: Sequence[int],
@@ -209,34 +259,17 @@ class Finder:
         literal: float | None = None,
     ) -> Quantize:
         """The first contract of these answers that stands the proof."""
-        dtypes = [n.meta["val"].dtype for n in region.nodes if _is_float(n)]
-        outputs = tuple(region.outputs[i] for i in places)
-        narrow = dataclasses.replace(region, outputs=outputs)
+        dtypes = [n.meta["val"].dtype for n in asked.function.nodes if _is_float(n)]
         refused: Refused | None = None
         for member in itertools.islice(identify(base, answers, known, dtypes), TRIED):
             try:
-                self.runs += prove(narrow, member, known.every, literal)
+                prove(asked, places, member, known.every, literal)
             except Refused as refusal:
                 refused = refused or refusal
             else:
                 return member
         assert refused is not None  # `identify` gives one or refuses
         raise refused
-
-    def _again(
-        self, region: Function, contract: Quantize, scale: int, used: list[int], known: Numbers
-    ) -> list[int]:
-        """The places of other outputs that hold the scale."""
-        found = []
-        for i in used:
-            first, other = (region.outputs[j].meta["val"] for j in (scale, i))
-            if i != scale and (first.dtype, count(first)) == (other.dtype, count(other)):
-                outputs = (region.outputs[0], region.outputs[i])
-                with contextlib.suppress(Refused):
-                    narrow = dataclasses.replace(region, outputs=outputs)
-                    self.runs += prove(narrow, contract, known.every)
-                    found.append(i)
-        return found
 
     def _static(self, region: Function, base: Quantize, known: Numbers) -> Identified:
         """As `_identified`, of a region whose scale is given."""
@@ -248,39 +281,19 @@ class Finder:
         refused: Refused | None = None
         rows = region.rows(GROUPS[0])
         member = dataclasses.replace(base, static=True, scale=scale)
-        for value in values:
-            given = [torch.full(n.meta["val"].shape, value).to(scale) for n in region.given]
-            y = near(battery(rows, base.k, base.x, [*known.every, value], 0), value, 0)
-            codes = region([y], given)[0].reshape(y.shape)
-            self.runs += 1
-            held = torch.tensor(value).to(scale)
-            answers = Answers(y, codes, None, given=held)
-            literal = None if region.given else value
-            try:
-                contract = self._proved(region, member, answers, [0], known, literal)
-                return contract, ((0,),), literal
-            except Refused as refusal:
-                refused = refused or refusal
+        with self._asking(region) as asked:
+            for value in values:
+                given = [torch.full(n.meta["val"].shape, value).to(scale) for n in region.given]
+                y = near(battery(rows, base.k, base.x, [*known.every, value], 0), value, 0)
+                codes = asked(value, [y], given)[0].reshape(y.shape)
+                answers = Answers(y, codes, None, given=torch.tensor(value).to(scale))
+                literal = None if region.given else value
+                try:
+                    contract = self._proved(asked, member, answers, [0], known, literal)
+                    return contract, ((0,),), literal
+                except Refused as refusal:
+                    refused = refused or refusal
         raise refused or Refused("a quantiser must have a scale; it has none")
-
-    def _asked(
-        self, region: Function, member: Quantize, places: Sequence[int], known: Numbers
-    ) -> Answers:
-        """What the region answers to a battery."""
-        k, group = member.k, member.group
-        rows = region.rows(2 if not group else min(256, max(4, ELEMENTS // k)))
-        width, each = (group, rows * k // group) if group else (rows * k, 1)
-        n = max(GROUPS[0], min(ELEMENTS // width, GROUPS[1], RUNS * each))
-        n = -(-n // each) * each
-        y = battery(n, width, member.x, known.every, 0)
-        found: list[list[torch.Tensor]] = [[] for _ in places]
-        for part in y.split(each):
-            out = region([part.reshape(rows, k)])
-            self.runs += 1
-            for held, i in zip(found, places, strict=True):
-                held.append(out[i].reshape(len(part), -1))
-        codes, *others = (torch.cat(held) for held in found)
-        return Answers(y, codes, *(other.reshape(-1) for other in others))
 
     def _source(
         self, site: Site, cut: tuple[Node, ...], y: Node
@@ -323,25 +336,6 @@ def _added(node: Node) -> tuple[Node, ...] | None:
     return added if contract.residual and node.args[1] == last else None
 
 
-def _nearer(first: Refused | None, then: Refused) -> Refused:
-    """The one of two refusals that came later in the search."""
-    order = ("no scale", "no floor", "no codes")
-    ranks = [next((i for i, words in enumerate(order) if r.reason.startswith(words)), len(order))
-             for r in (first or then, then)]  # fmt: skip
-    return then if first is None or ranks[1] > ranks[0] else first
-
-
-def _group(region: Function, scale: Node) -> int | None:
-    """Elements of a row that share a scale; 0 for all rows, None where there is no such number."""
-    y = region.inputs[0].meta["val"]
-    k, entries = int(y.shape[-1]), count(scale.meta["val"])
-    rows = count(y) // k
-    if entries == 1 and rows > 1:
-        return 0
-    each = entries // rows
-    return None if entries % rows or k % each else k // each
-
-
 def _is_float(node: Node) -> bool:
     value = node.meta.get("val")
     return isinstance(value, torch.Tensor) and value.dtype in FLOATS
@@ -357,15 +351,3 @@ def _check_inputs(inputs: Sequence[Node]) -> None:
 def _dtype(node: Node) -> torch.dtype:
     found: torch.dtype = node.meta["val"].dtype
     return found
-
-
-def _laid(contract: Quantize, outputs: tuple[tuple[Node, ...], ...]) -> Quantize:
-    """The contract with the layout that its scale has in the graph."""
-    if len(outputs) < 2 or not contract.group:
-        return contract
-    value = outputs[1][0].meta["val"]
-    strides = value.stride()
-    column = value.dim() == 2 and not value.is_contiguous()
-    if column and strides[0] == 1 and statically_known_true(strides[1] == value.shape[0]):
-        return dataclasses.replace(contract, layout="column")
-    return contract

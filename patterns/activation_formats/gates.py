@@ -26,7 +26,7 @@ def source_of(region: Function) -> tuple[int, Source | None, bool]:
     if gates is None or any(v.dtype != dtype for v in inputs):
         return 0, None, False
     rows = region.rows(ROWS)
-    gate, up = _gates(rows, k, dtype), battery(rows, k, dtype, [1.0, *limits], 5)
+    gate, up = _gates(rows, k, dtype), _factors(rows, k, dtype, limits)
     turns = (False, True) if gates != ("",) else (False,)
     runs = 0
     for turned, kind in zip(turns, (*gates, *gates), strict=False):
@@ -70,11 +70,20 @@ def _equal(contract: Quantize, gate: torch.Tensor, up: torch.Tensor, wanted: tor
 
 
 def _gates(rows: int, k: int, dtype: torch.dtype) -> torch.Tensor:
-    """Gates [rows, k]: every value of 16 bits in turns, or random ones and hostile ones."""
+    """Gates [rows, k]: random ones and, of 16 bits, every value in turns, else hostile ones."""
     seeded = torch.Generator().manual_seed(3)
+    drawn = (torch.randn((rows, k), generator=seeded) * 4).to(dtype)
     if dtype in HALVES:
         every = torch.randperm(1 << 16, generator=seeded).to(torch.int32).to(BITS[2]).view(dtype)
-        return every.repeat(-(-rows * k // len(every)))[: rows * k].view(rows, k)
-    drawn = torch.randn((rows, k), generator=seeded) * 4
+        every = every.repeat(-(-rows * k // len(every)))[: rows * k].view(rows, k)
+        return torch.where(torch.arange(k) % 2 == 0, drawn, every)
     hostile = battery(rows, k, dtype, [1.0, 88.0, 20.0], 4)
     return torch.where(torch.rand((rows, k), generator=seeded) < 0.7, drawn, hostile)
+
+
+def _factors(rows: int, k: int, dtype: torch.dtype, limits: Sequence[float]) -> torch.Tensor:
+    """What gates are multiplied with [rows, k]: random numbers, and hostile ones."""
+    seeded = torch.Generator().manual_seed(5)
+    drawn = (torch.randn((rows, k), generator=seeded) * 4).to(dtype)
+    hostile = battery(rows, k, dtype, [1.0, *limits], 5)
+    return torch.where(torch.rand((rows, k), generator=seeded) < 0.5, drawn, hostile)

@@ -15,12 +15,14 @@ import torch
 
 from qinductor.contracts import short
 from qinductor.errors import Refused
-from qinductor.kernels.quantize import POWERS, Quantize, Source, quantised, scales
+from qinductor.kernels.quantize import POWERS, Quantize, Source, quantised, scales, stored
 from qinductor.patterns.activation_formats.probe import BITS, MOST, Numbers, same
 from qinductor.regions import FLOATS
 
 FP32 = torch.float32
 FEW = 48  # groups on which the family of scales is compared first
+LEAST, LARGEST = 2.0**-127, 2.0**127  # powers of two in e8m0
+EXPONENTS = (torch.float8_e8m0fnu, torch.uint8)
 SAMPLE = 8192  # elements on which the family of quotients is compared
 USUAL = {  # codes -> divisors that are tried beside the region's own numbers
     torch.float8_e4m3fn: (448.0,),
@@ -59,10 +61,10 @@ def battery(
     """[n, width]: n groups of elements, each with another largest magnitude.
 
     The magnitudes: 0, subnormals, powers of two and what a region's numbers make of them, each
-    with its neighbours, all of the dtype's range at random, infinity and nan. In a group: both
-    signs or, in every fourth, one; zeros of both signs; elements far smaller than the rest; ties in
-    every third, else the largest at another place than in the groups before; in every
-    fourth, quotients that lie between two codes, or next to that.
+    with its neighbours, all of the dtype's range at random, infinity and nan, once in a group of
+    finite elements. In a group: both signs or, in every fourth, one; zeros of both signs; elements
+    far smaller than the rest; ties in every third, else the largest at another place than in the
+    groups before; in every fourth, quotients that lie between two codes, or next to that.
     """
     seeded = torch.Generator().manual_seed(seed)
     amax = _magnitudes(n, dtype, numbers, seeded)
@@ -74,7 +76,8 @@ def battery(
     part = torch.where(torch.rand((n, width), generator=seeded) < 0.05, part * 0, part)
     sign = torch.arange(n)[:, None] % 8
     part = torch.where(sign == 3, part.abs(), torch.where(sign == 7, -part.abs(), part))
-    y = (part.double() * amax.double()[:, None]).to(dtype)
+    size = torch.where(amax.isfinite(), amax.double(), 1.0)[:, None]
+    y = (part.double() * size).to(dtype)
     y = torch.where(torch.arange(n)[:, None] % 4 == 2, _ties(y, amax, numbers, seeded), y)
     place = torch.randperm(width, generator=seeded).repeat(-(-n // width))[:n, None]
     top = torch.where(part.gather(1, place) < 0, -1.0, 1.0).to(dtype)
@@ -129,7 +132,7 @@ def _magnitudes(
     turns = [0, 1, -1, 3, -3, 6, 10, -10, 20, -20, 40, -40, 60]
     exact = [v * math.ldexp(1.0, e) for v in positive for e in turns]
     exact += [a * b for a in positive for b in positive]
-    odd = torch.randint(1, 20, (3,), generator=seeded).tolist()
+    odd = [1, *torch.randint(2, 20, (2,), generator=seeded).tolist()]
     exact += [v * (2 * n + 1) * 2.0**e for v in positive if v > 1 for n in odd for e in (-4, 0)]
     marks = torch.tensor([*powers, *exact], dtype=torch.float64)
     marks = marks[marks <= limits.max].to(dtype).unique()
@@ -138,7 +141,10 @@ def _magnitudes(
     near = torch.cat([bits, bits + 1, (bits - 1).clamp_min(0)]).view(dtype)
     tiny = torch.tensor([0, 0, 1, 2, 3, 1000], dtype=bits.dtype).view(dtype)
     ends = torch.tensor([limits.max, math.inf, math.nan, 1.0], dtype=dtype)
-    fixed = torch.cat([tiny, ends, near])[:n]
+    fixed = torch.cat([tiny, ends, near])
+    if n < len(fixed):  # of few some, but zeros
+        fixed[1:] = fixed[1:][torch.randperm(len(fixed) - 1, generator=seeded)]
+        fixed = fixed[: n - n // 4]
     spread = torch.rand(n - len(fixed), generator=seeded, dtype=torch.float64)
     drawn = torch.exp2(low + spread * (high - low)).to(dtype)
     drawn[::2] = torch.exp2((spread[::2] - 0.5) * 16).to(dtype)
@@ -185,14 +191,18 @@ def _scaled(
     found, every = False, torch.arange(len(amax))
     nearest, fewest = alive[0], len(amax) + 1
     for member in alive:
-        for floors in _floors(numbers):
+        fits = False
+        for floors in _floors(member, numbers):
+            if fits and not 0 < floors.get("floor", 0) <= LEAST:  # which a stored exponent hides
+                continue
             floored = dataclasses.replace(member, **floors)
             wrong = int((~same(_scale(floored, ends), answers.scale)).sum())
             if not wrong:
-                found = True
+                found = fits = True
                 yield floored
-                break
-            if wrong < fewest:
+                if member.scale not in EXPONENTS:
+                    break
+            elif wrong < fewest:
                 nearest, fewest = floored, wrong
     if not found:
         raise Refused(f"no floor of the family is the region's: {_apart(nearest, answers, every)}")
@@ -207,15 +217,21 @@ def _divisors(base: Quantize, numbers: Sequence[float]) -> list[float]:
     return [v for v in dict.fromkeys([*found, *wide, *USUAL[base.codes]]) if v <= MOST]
 
 
-def _floors(numbers: Sequence[float]) -> Iterator[dict[str, Any]]:
+def _floors(member: Quantize, numbers: Sequence[float]) -> Iterator[dict[str, Any]]:
+    """Bounds of amax and of s, likeliest first."""
     yield {}
     for value in (v for v in numbers if v > 0):
         for name in ("least", "floor", "empty", "blank"):
             yield {name: value}
+    if member.power:
+        yield {"most": LARGEST}
+        for value in dict.fromkeys((LEAST, *(v for v in numbers if 0 < v < 1))):
+            yield {"most": LARGEST, "floor": value}
+            yield {"most": LARGEST, "least": value}
 
 
 def _scale(member: Quantize, y: torch.Tensor) -> torch.Tensor:
-    return scales(member, y)[0].to(member.scale)
+    return stored(member, scales(member, y)[0])
 
 
 def _apart(member: Quantize, answers: Answers, some: torch.Tensor) -> str:
@@ -224,7 +240,7 @@ def _apart(member: Quantize, answers: Answers, some: torch.Tensor) -> str:
     ours = _scale(member, answers.ends)
     i = int(some[(~same(ours, answers.scale))[some].int().argmax()])
     made = f"amax * (1/{member.qmax:g})" if member.inverse else f"amax / {member.qmax:g}"
-    floors = ("blank", "least", "floor", "empty", "power")
+    floors = ("blank", "least", "floor", "most", "empty", "power")
     more = [f"{n} {v:g}" if n != "power" else f"power of two {v}" for n in floors
             if (v := getattr(member, n)) not in (None, "")]  # fmt: skip
     words = ", ".join([f"{made} in {short(member.compute)}", *more])

@@ -20,6 +20,10 @@ CLAMPS = {
 }  # fmt: skip
 LARGEST = 1 << 16  # elements of a static graph that it is run with as it is; with fewer rows above
 MOST = torch.finfo(torch.float32).max  # of a literal that a contract can have
+EMPTY = {
+    aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default,
+    aten.empty_permuted.default, aten.new_empty.default, aten.new_empty_strided.default,
+}  # fmt: skip
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -33,6 +37,7 @@ class Function:
     outputs   what it gives
     nodes     what is computed, in graph order
     constants tensors that the graph itself holds
+    whole     whether a run takes all rows of a static graph, however many
     """
 
     inputs: tuple[Node, ...]
@@ -40,6 +45,7 @@ class Function:
     outputs: tuple[Node, ...]
     nodes: tuple[Node, ...]
     constants: dict[Node, torch.Tensor]
+    whole: bool = False
 
     def rows(self, wanted: int) -> int:
         """The number of rows that a run takes, about as many as are wanted."""
@@ -60,7 +66,7 @@ class Function:
         """The shape of an input in a run; a static one is made smaller where it is large."""
         shape = node.meta["val"].shape
         sizes = [number(size, symbols) for size in shape]
-        if not symbols and math.prod(sizes) > LARGEST and len(sizes) > 1:
+        if not (self.whole or symbols) and math.prod(sizes) > LARGEST and len(sizes) > 1:
             axis = max(range(len(sizes) - 1), key=sizes.__getitem__)
             sizes[axis] = max(1, LARGEST * sizes[axis] // math.prod(sizes))
         return sizes
@@ -127,6 +133,26 @@ def function(
     return Function(tuple(inputs), tuple(given), tuple(outputs), tuple(nodes), constants)
 
 
+class Remembered:
+    """A function that is run once for what has one name.
+
+    runs  how many there were
+    """
+
+    def __init__(self, function: Function) -> None:
+        self.function, self.runs = function, 0
+        self._known: dict[Any, list[torch.Tensor]] = {}
+
+    def __call__(
+        self, name: Any, tensors: Sequence[torch.Tensor], given: Sequence[torch.Tensor] = ()
+    ) -> list[torch.Tensor]:
+        """The outputs for inputs of this name."""
+        if name not in self._known:
+            self.runs += 1
+            self._known[name] = self.function(tensors, given)
+        return self._known[name]
+
+
 class _Run:
     """One run: every node on the sizes that this run has."""
 
@@ -149,7 +175,10 @@ class _Run:
         if node.target is aten.div.Tensor and _by_number(node):
             wide = args[0].to(torch.float32)
             return (wide * torch.tensor(args[1]).reciprocal()).to(node.meta["val"].dtype)
-        return node.target(*args, **kwargs)  # type: ignore[operator]
+        made: Any = node.target(*args, **kwargs)  # type: ignore[operator]
+        if node.target in EMPTY:  # what nothing has been written to is told from zeros
+            made.untyped_storage().fill_(0x5A)
+        return made
 
     def _sizes(self, node: Node, source: torch.Tensor) -> list[int]:
         """The sizes of a view of a source that has fewer rows than in the graph."""

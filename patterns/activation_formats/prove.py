@@ -7,37 +7,39 @@ import torch
 from qinductor.errors import Refused
 from qinductor.kernels.quantize import Quantize, reference
 from qinductor.patterns.activation_formats.identify import battery, near
-from qinductor.patterns.activation_formats.probe import Function, same
+from qinductor.patterns.activation_formats.probe import Remembered, same
 
 ROWS = (3, 40)  # of the runs of a proof, where they are symbolic
 GROUPS = 64  # that a proof sees at least
-RUNS = 20  # at most, also where a run gives one scale
+RUNS = 4  # for either number of rows at most, also where a run gives one scale
 NAMES = ("codes", "scale", "zero", "sum")
 GIVEN = (0.02, 1.0, 0.25, 3e-5, 700.0, 1e-30)  # static scales
 
 
 def prove(
-    region: Function, contract: Quantize, numbers: Sequence[float], literal: float | None = None
-) -> int:
-    """How many runs of the region it took. Refused with the first place that differs.
+    asked: Remembered,
+    places: Sequence[int],
+    contract: Quantize,
+    numbers: Sequence[float],
+    literal: float | None = None,
+) -> None:
+    """Refused with the first place where a region and the reference differ.
 
-    The outputs of the region are those of the reference, in their order. literal: a static scale
-    that is a number in the region.
+    places   of the region's outputs: those that are the reference's, in its order
+    literal  a static scale that is a number in the region
     """
-    runs = 0
+    region = asked.function
     for seed, wanted in enumerate(ROWS, 11):
         rows = region.rows(wanted)
         groups = rows * contract.groups if contract.group else 1
         count = len(GIVEN) if contract.static else max(1, min(GROUPS // groups, RUNS))
         for turn, inputs in enumerate(batteries(contract, rows, count, numbers, seed)):
             given = [_given(n.meta["val"], turn) for n in region.given]
-            theirs = region(inputs, given)
+            theirs = asked((contract.group, contract.static, seed, turn), inputs, given)
             held = given if literal is None else [torch.tensor([literal])]
             ours = reference(contract, [*inputs, *held])
-            runs += 1
-            for name, a, b in zip(NAMES, ours, theirs, strict=False):
-                check(name, a, b, contract, rows)
-    return runs
+            for name, a, i in zip(NAMES, ours, places, strict=False):
+                check(name, a, theirs[i], contract, rows)
 
 
 def _given(value: torch.Tensor, turn: int) -> torch.Tensor:

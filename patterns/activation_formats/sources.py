@@ -16,7 +16,7 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import has_free_symbols
 
 from qinductor.errors import Refused
-from qinductor.regions import CASTS, FLOATS, MOVES, PRODUCTS, VIEWS, Scope, aten, pure
+from qinductor.regions import CASTS, FLOATS, MOVES, PRODUCTS, TURNS, VIEWS, Scope, aten, pure
 
 CODES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8)
 REDUCTIONS = {
@@ -197,13 +197,26 @@ def _side(codes: Node, order: Sequence[Node], varying: set[Node]) -> set[Node]:
     reduced = {n for n in order if n in varying and is_reduced(n, codes)}
     found: set[Node] = set()
     for node in codes.graph.nodes:
-        if node in inside or reduced.isdisjoint(node.all_input_nodes) or not expandable(node):
+        if node in inside or reduced.isdisjoint(node.all_input_nodes) or not _is_beside(node):
             continue
         others = [n for n in node.all_input_nodes if n not in reduced]
         if is_reduced(node, codes) and all(map(_is_literal, others)):
             reduced.add(node)
             found.update((node, *others))
     return found - inside
+
+
+def _is_beside(node: Node) -> bool:
+    """Whether a node may compute scales beside the codes: as many as it is given, in order."""
+    value = node.meta.get("val")
+    if not expandable(node) or node.target in PARTIAL | PARTS | TURNS:
+        return False
+    if not isinstance(value, HELD):
+        return False
+    if node.target is aten.view.dtype:
+        given: torch.Tensor = node.args[0].meta["val"]  # type: ignore[union-attr]
+        return given.dtype.itemsize == value.dtype.itemsize  # type: ignore[union-attr]
+    return True
 
 
 def _is_literal(node: Node) -> bool:
