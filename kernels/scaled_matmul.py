@@ -2,8 +2,10 @@
 
 | tensor | shape                                               | dtype                             |
 |--------|-----------------------------------------------------|-----------------------------------|
-| a      | [M, K], rows contiguous                             | float8_e4m3fn, float8_e5m2, int8  |
+| a      | [M, K], rows contiguous                             | float8_e4m3fn, float8_e5m2, int8, |
+|        |                                                     | uint8                             |
 | scale  | [M, K / group], any strides; [1] of a whole tensor  | `scale`                           |
+| zero   | as scale, or [1]; only if a has zero points         | `zero`                            |
 | packed | by provider; `operands` has the plain form          |                                   |
 | result | [M, N], contiguous                                  | `out`                             |
 """
@@ -24,7 +26,7 @@ FP32, FP64 = torch.float32, torch.float64
 
 @dataclasses.dataclass(frozen=True)
 class ScaledMatmul(Hashed):
-    """out[m, n] = sum_k a[m, k] sa[m, k // group] q[n, k] s[n // bn, k // bk] (+ bias[n]).
+    """out[m, n] = sum_k (a[m, k] - z) sa[m, k // group] q[n, k] s[n // bn, k // bk] (+ bias[n]).
 
     Sums of a block are exact for int8, in float32 for float8; one rounding, to `out`.
 
@@ -38,6 +40,7 @@ class ScaledMatmul(Hashed):
             themselves (`use_fast_accum`)
     fused   whether the product with sa and the sum with the bias are one operation, rounded once:
             then K is one block
+    zero    dtype of z[m, k // group], the zero points of a, whole numbers; None: there are none
     """
 
     weight: WeightFormat
@@ -48,6 +51,7 @@ class ScaledMatmul(Hashed):
     bias: torch.dtype | None = None
     fast: bool = False
     fused: bool = False
+    zero: torch.dtype | None = None
 
     __hash__ = Hashed.__hash__
 
@@ -64,7 +68,8 @@ class ScaledMatmul(Hashed):
         """The contract as the report prints it, in the field's terms."""
         w = self.weight
         words = [
-            f"{short(self.a)} {self.granularity} scale {short(self.scale)} x",
+            f"{short(self.a)} {self.granularity} scale {short(self.scale)}",
+            f"zero {short(self.zero)} x" if self.zero is not None else "x",
             f"{w.codes}[{w.n},{w.k}] {w.granularity}",
             f"scale {short(w.scale)}" if w.scale is not None else "",
             f"-> {short(self.out)}",
@@ -83,22 +88,41 @@ class Operands:
 
 
 def reference(
-    contract: ScaledMatmul, a: torch.Tensor, scale: torch.Tensor, operands: Operands
+    contract: ScaledMatmul,
+    a: torch.Tensor,
+    scale: torch.Tensor,
+    operands: Operands,
+    zero: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """out[M, N], in plain torch: the specification. Each block of k that has one scale on either
     side is summed on its own, exactly; the scaled sums are added in float32."""
     c, w = contract, contract.weight
     q, s = operands.weight.codes, operands.weight.scale
-    step, wide = min(w.bk, c.group or w.k), FP64 if c.fused else FP32
+    step, wide = step_of(c), FP64 if c.fused else FP32
     sa = scale.to(wide).reshape(-1, 1) if not c.group else scale.to(wide)
+    z = a.new_zeros((), dtype=FP64) if zero is None else zero.to(FP64)
+    z = z if c.group and zero is not None else z.reshape(1, 1).expand_as(sa)
     sw = None if s is None else s.to(FP32).repeat_interleave(w.bn, 0)[: w.n]
     out = a.new_zeros((a.shape[0], w.n), dtype=wide)
     for start in range(0, w.k, step):
         columns = slice(start, min(start + step, w.k))
-        part = (a[:, columns].to(FP64) @ q[:, columns].to(FP64).t()).to(FP32)
+        x = a[:, columns].to(FP64) - z[:, start // (c.group or w.k), None]
+        part = (x @ q[:, columns].to(FP64).t()).to(FP32)
         part = part if sw is None else part * sw[:, start // w.bk]
         out = out + part.to(wide) * sa[:, start // (c.group or w.k), None]
     return (out if operands.bias is None else out + operands.bias.to(wide)).to(FP32).to(c.out)
+
+
+def step_of(contract: ScaledMatmul) -> int:
+    """Columns that share a scale on either side."""
+    w = contract.weight
+    return min(w.k if w.scale is None else w.bk, contract.group or w.k)
+
+
+def longest(contract: ScaledMatmul) -> int:
+    """The largest K of which sums of 8-bit integers are int32: of products of magnitude 128 * 128,
+    or 255 * 128 where zero points are subtracted."""
+    return 131071 if contract.zero is None else 65793
 
 
 def cost(contract: ScaledMatmul) -> dict[str, sympy.Expr]:
@@ -106,15 +130,22 @@ def cost(contract: ScaledMatmul) -> dict[str, sympy.Expr]:
     c, w = contract, contract.weight
     weight = w.n * w.k * w.bits // 8 + w.grid[0] * w.grid[1] * (w.scale.itemsize if w.scale else 0)
     row = w.k * c.a.itemsize + w.n * c.out.itemsize
-    row += (w.k // c.group if c.group else 0) * c.scale.itemsize
+    entry = c.scale.itemsize + (0 if c.zero is None else c.zero.itemsize)
+    row += (w.k // c.group if c.group else 0) * entry
     return {"bytes": sympy.Integer(weight) + M * row, "flops": 2 * M * w.n * w.k}
 
 
 SCALED_MATMUL = op(Op("scaled_matmul", ScaledMatmul, reference, cost))
 
+TAGS = (torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag)
 LIBRARY.define(
     "scaled_matmul(Tensor a, Tensor scale, Tensor[] packed, str contract, str plan) -> Tensor",
-    tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag),
+    tags=TAGS,
+)
+LIBRARY.define(
+    "scaled_matmul_zero(Tensor a, Tensor scale, Tensor zero, Tensor[] packed, str contract, "
+    "str plan) -> Tensor",
+    tags=TAGS,
 )
 
 
@@ -127,13 +158,35 @@ def scaled_matmul(
     plan: str,
 ) -> torch.Tensor:
     """a[M, K] times the packed weight: [M, N]. `contract` and `plan` are printed values."""
+    return _product((a, scale), packed, contract, plan)
+
+
+@torch.library.impl(LIBRARY, "scaled_matmul_zero", "CompositeExplicitAutograd")
+def scaled_matmul_zero(
+    a: torch.Tensor,
+    scale: torch.Tensor,
+    zero: torch.Tensor,
+    packed: Sequence[torch.Tensor],
+    contract: str,
+    plan: str,
+) -> torch.Tensor:
+    """The same where a has zero points."""
+    return _product((a, scale, zero), packed, contract, plan)
+
+
+def _product(
+    given: Sequence[torch.Tensor], packed: Sequence[torch.Tensor], contract: str, plan: str
+) -> torch.Tensor:
     form, routes = _prepared(contract, plan)
-    m = a.shape[0]
+    m = given[0].shape[0]
+    if (form.zero is not None) != (len(given) == 3):
+        raise ValueError(f"scaled_matmul: {form.summary}, and {len(given) - 2} zero points")
+    given = [*given[:2], *(zero.expand_as(given[1]) for zero in given[2:])]
     if m == 0:
-        return a.new_empty((0, form.weight.n), dtype=form.out)
+        return given[0].new_empty((0, form.weight.n), dtype=form.out)
     for route in routes:
         if m <= route.limit:
-            out: torch.Tensor = route.run(form, (a, scale), [packed[i] for i in route.take])
+            out: torch.Tensor = route.run(form, given, [packed[i] for i in route.take])
             return out
     raise RuntimeError(f"scaled_matmul: the plan {plan} has no provider for M = {m}")
 
@@ -148,6 +201,19 @@ def _prepared(contract: str, plan: str) -> tuple[ScaledMatmul, tuple[Route, ...]
 def _(
     a: torch.Tensor,
     scale: torch.Tensor,
+    packed: Sequence[torch.Tensor],
+    contract: str,
+    plan: str,
+) -> torch.Tensor:
+    form = parse(ScaledMatmul, contract)
+    return a.new_empty((a.shape[0], form.weight.n), dtype=form.out)
+
+
+@torch.library.register_fake("qinductor::scaled_matmul_zero", lib=LIBRARY)
+def _(
+    a: torch.Tensor,
+    scale: torch.Tensor,
+    zero: torch.Tensor,
     packed: Sequence[torch.Tensor],
     contract: str,
     plan: str,
@@ -171,8 +237,8 @@ class Reference(Specification):
         inputs: Sequence[torch.Tensor],
         packed: Sequence[torch.Tensor],
     ) -> torch.Tensor:
-        a, scale = inputs
-        return reference(contract, a, scale, self.whole(contract, packed))
+        a, scale, *zero = inputs
+        return reference(contract, a, scale, self.whole(contract, packed), *zero)
 
     def whole(self, contract: ScaledMatmul, packed: Sequence[torch.Tensor]) -> Operands:
         """The proved weight back from its packed tensors."""
@@ -192,6 +258,13 @@ def operands(contract: ScaledMatmul) -> dict[str, Spec]:
     if contract.bias is not None:
         found["bias"] = (w.n,), contract.bias
     return found
+
+
+def code_sums(contract: ScaledMatmul, codes: torch.Tensor, step: int) -> torch.Tensor:
+    """int32[N, ceil(K / step)]: codes [N, K] added up, by which zero points are subtracted."""
+    k = contract.weight.k
+    wide = torch.nn.functional.pad(codes.to(torch.int32), (0, -k % step))
+    return wide.view(len(wide), -1, step).sum(-1, dtype=torch.int32)
 
 
 def pack(contract: ScaledMatmul, source: Operands) -> dict[str, torch.Tensor]:

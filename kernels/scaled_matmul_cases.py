@@ -9,6 +9,7 @@ from qinductor.contracts import FLOAT_CODES, QuantizedWeight, WeightFormat, by_r
 from qinductor.kernels.scaled_matmul import SCALED_MATMUL, Operands, ScaledMatmul
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+UINT8, INT32 = torch.uint8, torch.int32
 E4M3, E5M2, INT8, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.float8_e8m0fnu
 Made = tuple[torch.Tensor, torch.Tensor, Operands]
 
@@ -68,13 +69,28 @@ def activation(
     c, k = contract, contract.weight.k
     data = Data(torch.Generator().manual_seed(seed + 1), exact)
     shape = (m, -(-k // c.group)) if c.group else (1,)
-    return data.codes(c.a, (m, k), -127, 127), data.scales(shape, c.scale)
+    low, high = (0, 255) if c.a is UINT8 else (-127, 127)
+    return data.codes(c.a, (m, k), low, high), data.scales(shape, c.scale)
+
+
+def zeros(contract: ScaledMatmul, m: int, seed: int = 0) -> tuple[torch.Tensor, ...]:
+    """(the zero points for `activation`,), the ends of the codes' range among them; () if it has
+    none."""
+    c = contract
+    if c.zero is None:
+        return ()
+    low, high = (0, 256) if c.a is UINT8 else (-128, 128)
+    shape = (m, -(-c.weight.k // c.group)) if c.group else (1,)
+    made = torch.randint(low, high, shape, generator=torch.Generator().manual_seed(seed + 2))
+    hostile = torch.tensor([low, high - 1, 0])[: made.numel()]
+    made.flatten()[: len(hostile)] = hostile
+    return (made.to(c.zero),)
 
 
 def case(
     codes: str, m: int, n: int, k: int, bn: int, bk: int, a: torch.dtype = E4M3, group: int = -1,
     scale: torch.dtype = FP32, out: torch.dtype = BF16, bias: torch.dtype | None = None,
-    weight_scale: torch.dtype | None = FP32, fast: bool = False,
+    weight_scale: torch.dtype | None = FP32, fast: bool = False, zero: torch.dtype | None = None,
 ) -> Case:  # fmt: skip
     """A case; group -1: each row of a has one scale."""
     given: dict[str, Any] = dict.fromkeys(("inner", "compute", "dtype"), FP32)
@@ -82,19 +98,25 @@ def case(
     form = WeightFormat(
         codes, n, k, min(bn, n), min(bk, k), arithmetic, weight_scale, None, **given
     )
-    contract = ScaledMatmul(form, a, k if group < 0 else group, scale, out, bias, fast)
+    contract = ScaledMatmul(form, a, k if group < 0 else group, scale, out, bias, fast, zero=zero)
     return Case(f"{contract.summary} M={m}", m, contract)
 
 
 def wide(
-    contract: ScaledMatmul, a: torch.Tensor, scale: torch.Tensor, source: Operands
+    contract: ScaledMatmul,
+    a: torch.Tensor,
+    scale: torch.Tensor,
+    source: Operands,
+    zero: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What the product multiplies, in float64: a times its scales, codes of W times theirs."""
     w = contract.weight
     x, y = a.to(FP32).double(), source.weight.codes.to(FP32).double()
-    s = scale.to(FP32).double()
+    s, z = scale.to(FP32).double(), x.new_zeros(1) if zero is None else zero.double()
     if contract.group:
         s = s.repeat_interleave(contract.group, 1)[:, : w.k]
+        z = z if zero is None else z.repeat_interleave(contract.group, 1)[:, : w.k]
+    x = x - z
     if source.weight.scale is not None:
         grid = source.weight.scale.to(FP32).double()
         y = y * by_row(w, grid, w.n).repeat_interleave(w.bk, 1)[:, : w.k]
@@ -102,7 +124,11 @@ def wide(
 
 
 def eager(
-    contract: ScaledMatmul, a: torch.Tensor, scale: torch.Tensor, source: Operands
+    contract: ScaledMatmul,
+    a: torch.Tensor,
+    scale: torch.Tensor,
+    source: Operands,
+    zero: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """A graph's own product: torch._scaled_mm on CUDA where it takes this, else float32."""
     native = SCALED_MATMUL.providers["aten.scaled_mm"]
@@ -110,7 +136,7 @@ def eager(
         found = native.pack(contract, source)
         held = [found[name] for name in native.operands(contract)]
         return native.run(contract, (a, scale), held)  # type: ignore[no-any-return]
-    x, y = wide(contract, a, scale, source)
+    x, y = wide(contract, a, scale, source, zero)
     out = x.float() @ y.float().T
     return (out if source.bias is None else out + source.bias.float()).to(contract.out)
 
@@ -151,4 +177,18 @@ CASES = (
     case("int4", 9, 130, 200, 1, 200, E5M2, bias=FP32),
     case("int4", 9, 130, 200, 1, 200, INT8, group=0, weight_scale=None),
     case("int4", 70, 128, 256, 64, 128, group=128, weight_scale=BF16),
+)
+# Of asymmetric activations; their zero points are in `zeros`.
+ASYMMETRIC = (
+    case("int8", 16, 128, 256, 1, 256, INT8, zero=INT8),
+    case("int8", 5, 264, 512, 1, 512, UINT8, zero=UINT8, out=FP16, bias=FP16),
+    case("int8", 40, 48, 104, 48, 104, UINT8, group=0, out=FP32, bias=BF16, zero=INT32),
+    case("int8", 5, 64, 256, 1, 128, INT8, group=128, zero=FP32),
+    case("int8", 7, 40, 96, 1, 96, INT8, zero=torch.int64, scale=BF16, weight_scale=None),
+    case("int8", 3, 64, 256, 1, 64, UINT8, out=FP32, zero=BF16),
+    case("int4", 16, 128, 256, 1, 32, INT8, zero=INT8, scale=BF16, weight_scale=BF16),
+    case("int4", 1, 264, 512, 1, 128, INT8, bias=BF16, zero=INT32, out=FP32),
+    case("int4", 9, 130, 200, 1, 200, UINT8, group=0, weight_scale=None, zero=INT32),
+    case("int4", 4, 72, 320, 1, 64, INT8, group=64, zero=INT8, out=FP16),
+    case("int4", 5, 72, 384, 1, 128, UINT8, group=64, zero=FP16),
 )

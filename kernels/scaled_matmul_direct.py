@@ -25,8 +25,10 @@ def scaled_product(
     codes         [N, K] of 8 bits, rows contiguous: read where they are, never packed
     weight_scale  the grid of the contract's blocks, any strides; None if it has none
     What no provider of this device takes is computed by the reference. Errors: ValueError for codes
-    of fewer bits."""
+    of fewer bits, and for an activation with zero points."""
     w, m = contract.weight, a.shape[0]
+    if contract.zero is not None:
+        raise ValueError(f"{contract.summary}: no zero points are taken here")
     if w.bits != 8:
         raise ValueError(f"codes are {w.codes}; wanted 8 bits, others must be packed")
     if m == 0:

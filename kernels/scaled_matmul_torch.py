@@ -19,17 +19,27 @@ from qinductor.kernels.scaled_matmul import (
     Reference,
     ScaledMatmul,
     cost,
+    longest,
     operands,
     pack,
+    step_of,
+)
+from qinductor.kernels.scaled_matmul_sums import (
+    added,
+    centred,
+    divided,
+    scaled,
+    signed,
+    totals,
+    whole,
 )
 from qinductor.op import Spec
 from qinductor.rates import BANDWIDTH, RATE, M
 
-E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
-FLOAT8 = (E4M3, E5M2)
+INT8, UINT8 = torch.int8, torch.uint8
+FLOAT8 = E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BF16, FP16 = torch.bfloat16, torch.float16
 SEEN = 17  # rows of a that _int_mm takes at least on CUDA
-LONGEST = 131071  # K of products of int8, whose sums are int32
 STRIP = 1 << 18  # codes of W that are float32 at a time on a CPU: what its L2 cache holds
 
 
@@ -53,6 +63,8 @@ class Float8:
 
     def why_not(self, contract: ScaledMatmul) -> str | None:
         c, w = contract, contract.weight
+        if c.zero is not None:
+            return "a has zero points; it takes none"
         if c.a not in FLOAT8 or w.storage not in FLOAT8:
             return f"{short(c.a)} times {w.codes}; it takes float8 with float8"
         if c.a is E5M2 and w.storage is E5M2:
@@ -230,16 +242,18 @@ class IntMM:
 
     def why_not(self, contract: ScaledMatmul) -> str | None:
         c, w = contract, contract.weight
-        if c.a is not INT8 or w.codes != "int8":
-            return f"{short(c.a)} times {w.codes}; it takes int8 with int8"
+        if c.a not in (INT8, UINT8) or w.codes != "int8":
+            return f"{short(c.a)} times {w.codes}; it takes int8 and uint8 with int8"
+        if reason := whole(c):
+            return reason
         if w.arithmetic not in ("q", "q*s") or w.permuted:
             return f"W is {w.arithmetic}{', permuted' * w.permuted}; it takes q and q*s"
         if not _whole(c):
             return f"scales change along K ({c.granularity}, {w.granularity})"
         if not w.n * w.k or w.n % 8 or w.k % 8:
             return f"W is {w.n}x{w.k}; it takes multiples of 8"
-        if w.k > LONGEST:
-            return f"K is {w.k}; it takes up to {LONGEST} (sums are int32)"
+        if w.k > longest(c):
+            return f"K is {w.k}; it takes up to {longest(c)} (sums are int32)"
         return None
 
     def seconds(self, contract: ScaledMatmul) -> sympy.Expr:
@@ -249,10 +263,10 @@ class IntMM:
         return 1e-6 + sums + sympy.Max(few, spent["flops"] / RATE, tile, evaluate=False)
 
     def operands(self, contract: ScaledMatmul) -> dict[str, Spec]:
-        return operands(contract)
+        return operands(contract) | added(contract)
 
     def pack(self, contract: ScaledMatmul, source: Operands) -> dict[str, torch.Tensor]:
-        return pack(contract, source)
+        return pack(contract, source) | totals(contract, source)
 
     def run(
         self,
@@ -260,15 +274,15 @@ class IntMM:
         inputs: Sequence[torch.Tensor],
         packed: Sequence[torch.Tensor],
     ) -> torch.Tensor:
-        (a, scale), m = inputs, inputs[0].shape[0]
-        given = dict(zip(operands(contract), packed, strict=True))
-        a = _dense(a)
+        (a, scale, *zero), m = inputs, inputs[0].shape[0]
+        given = dict(zip(self.operands(contract), packed, strict=True))
+        a = _dense(signed(a))
         if a.is_cuda and m < SEEN:
             a = functional.pad(a, (0, 0, 0, SEEN - m))
         sums = torch._int_mm(a, given["codes"].t())[:m]
         if a.is_cuda and (whole := _epilogue()) is not None:
-            return whole.scaled(contract, sums, scale, given)  # type: ignore[no-any-return]
-        return scaled(contract, sums, scale, given.get("scale"), given.get("bias"))
+            return whole.scaled(contract, sums, scale, given, *zero)  # type: ignore[no-any-return]
+        return scaled(contract, sums, scale, given, *zero)
 
 
 @functools.cache
@@ -279,21 +293,6 @@ def _epilogue() -> Any:
     from qinductor.kernels import scaled_matmul_triton
 
     return scaled_matmul_triton
-
-
-def scaled(
-    contract: ScaledMatmul,
-    sums: torch.Tensor,
-    scale: torch.Tensor,
-    held: torch.Tensor | None,
-    bias: torch.Tensor | None,
-) -> torch.Tensor:
-    """The result of sums [M, N] where no scale changes along k."""
-    out = sums.to(FP32)
-    if held is not None:
-        out = out * by_row(contract.weight, held.to(FP32), contract.weight.n).reshape(1, -1)
-    out = out * scale.to(FP32).reshape(-1, 1)
-    return (out if bias is None else out + bias.to(FP32)).to(contract.out)
 
 
 def _dense(a: torch.Tensor) -> torch.Tensor:
@@ -316,21 +315,29 @@ class MMInBlocks(Reference):
 
     def why_not(self, contract: ScaledMatmul) -> str | None:
         c, w = contract, contract.weight
-        if c.a not in (*FLOAT8, INT8) or w.codes not in (
+        if c.a not in (*FLOAT8, INT8, UINT8) or w.codes not in (
             "float8_e4m3fn", "float8_e5m2", "int8", "int4",
         ):  # fmt: skip
-            return f"{short(c.a)} times {w.codes}; it takes float8, int8 and int4"
+            return f"{short(c.a)} times {w.codes}; it takes float8, 8-bit integers and int4"
+        integers = c.a in (INT8, UINT8) and w.storage is INT8
+        if c.zero is not None and not integers:
+            return f"{short(c.a)} times {w.codes} and zero points; then it takes integers"
+        if reason := whole(c):
+            return reason
         if w.arithmetic not in ("q", "q*s") or w.permuted:
             return f"W is {w.arithmetic}{', permuted' * w.permuted}; it takes q and q*s"
-        if not w.n * w.k or c.a is INT8 and w.k > LONGEST:
-            return f"W is {w.n}x{w.k}; it takes no empty one, of int8 K up to {LONGEST}"
+        if not w.n * w.k or integers and w.k > longest(c):
+            return f"W is {w.n}x{w.k}; it takes no empty one, of int8 K up to {longest(c)}"
         return None
+
+    def operands(self, contract: ScaledMatmul) -> dict[str, Spec]:
+        return super().operands(contract) | added(contract)
 
     def pack(self, contract: ScaledMatmul, source: Operands) -> dict[str, torch.Tensor]:
         codes = source.weight.codes
         if codes.dtype is E4M3 and not bool(_finite(codes)):
             raise Refused("a code is no finite number, which the kernel would take for one")
-        return super().pack(contract, source)
+        return super().pack(contract, source) | totals(contract, source)
 
     def run(
         self,
@@ -338,13 +345,15 @@ class MMInBlocks(Reference):
         inputs: Sequence[torch.Tensor],
         packed: Sequence[torch.Tensor],
     ) -> torch.Tensor:
-        (a, scale), c, w = inputs, contract, contract.weight
+        (a, scale, *zeros), c, w = inputs, contract, contract.weight
         given = dict(zip(self.operands(c), packed, strict=True))
         q = packed[0] if w.bits == 8 else packing.unpack(w, packed[0])
-        integers = c.a is INT8 and q.dtype is INT8
+        a = signed(a)
+        integers = a.dtype is INT8 and q.dtype is INT8
         x = a if integers else a.to(FP32)
+        z = [divided(c, zero if c.group else zero.reshape(1, 1)) for zero in zeros]
         out = torch.zeros((a.shape[0], w.n), dtype=FP32)
-        step = w.k if _whole(c) else min(w.bk if w.scale is not None else w.k, c.group or w.k)
+        step = step_of(c)
         sa = scale.to(FP32).reshape(-1, 1) if not c.group else scale.to(FP32)
         sw = None if w.scale is None else by_row(w, given["scale"].to(FP32), w.n).t()
         rows = max(1, STRIP // w.k)
@@ -355,6 +364,11 @@ class MMInBlocks(Reference):
             for start in range(0, w.k, step):
                 columns = slice(start, min(start + step, w.k))
                 part = _product(x[:, columns], y[:, columns])
+                for inside, rest in z:
+                    at = slice(start // (c.group or w.k), start // (c.group or w.k) + 1)
+                    held = given["sums"][first : first + rows, start // step, None].t()
+                    part = centred(part, inside[:, at], None if rest is None else rest[:, at], held)
+                part = part.to(FP32)
                 if sw is not None:
                     part = part * sw[start // w.bk, first : first + rows]
                 place += part * sa[:, start // (c.group or w.k), None]
@@ -367,10 +381,8 @@ def _finite(codes: torch.Tensor) -> torch.Tensor:
 
 
 def _product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """x . y^T in float32; of int8 exact."""
-    if x.dtype is INT8:
-        return torch._int_mm(x, y.t()).to(FP32)
-    return x @ y.t()
+    """x . y^T in float32, or of int8 in int32."""
+    return torch._int_mm(x, y.t()) if x.dtype is INT8 else x @ y.t()
 
 
 def _float(codes: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ import sympy
 import torch
 
 from qinductor.kernels.scaled_matmul import FP32, SCALED_MATMUL, Operands, ScaledMatmul, cost
+from qinductor.kernels.scaled_matmul_sums import signed
 from qinductor.kernels.scaled_matmul_triton_form import (
     E8M0,
     INT8,
@@ -18,8 +19,10 @@ from qinductor.kernels.scaled_matmul_triton_form import (
     Packed,
     device_form,
     four,
+    integral,
     padded,
     slice_of,
+    sums_of,
 )
 from qinductor.rates import BANDWIDTH, RATE, M
 
@@ -62,6 +65,17 @@ NIBBLES = {
     64: [(64, 128, 128, 8, 4), (64, 128, 128, 4, 4), (64, 64, 128, 4, 4)],
     128: [(128, 128, 128, 8, 4), (64, 128, 128, 8, 4), (128, 128, 64, 8, 4)],
     MANY: [(128, 128, 128, 8, 4), (128, 128, 128, 8, 3), (128, 128, 64, 8, 4)],
+}
+# The same, and sums of slices of 8-bit codes, with zero points, which take registers.
+CENTRED_NIBBLES = {
+    **NIBBLES,
+    128: [(64, 128, 128, 8, 4), (128, 128, 64, 8, 4), (64, 128, 128, 4, 4)],
+    MANY: [(64, 128, 128, 8, 4), (128, 128, 64, 8, 4), (128, 64, 128, 4, 4)],
+}
+CENTRED = {
+    **_FEW,
+    128: [(128, 64, 128, 8, 4), (64, 128, 128, 4, 3)],
+    MANY: [(128, 64, 128, 8, 4), (128, 128, 128, 8, 4), (64, 128, 128, 4, 3)],
 }
 FLOAT8 = (8, 9)  # compute capability from which tensor cores have float8
 
@@ -157,9 +171,10 @@ class ScaledMMA(Packed):
         packed: Sequence[torch.Tensor],
         config: str | None = None,
     ) -> torch.Tensor:
-        a, scale = inputs
+        a, scale, *zero = inputs
         chosen = Config.parse(config or self.configs(contract, a.shape[0])[0])
-        return launch(contract, a, scale, dict(zip(_names(contract), packed, strict=True)), chosen)
+        given = dict(zip(_names(contract), packed, strict=True))
+        return launch(contract, a, scale, given, chosen, zero=zero[0] if zero else None)
 
     def direct(
         self,
@@ -193,20 +208,21 @@ def launch(
     config: Config,
     out: torch.Tensor | None = None,
     kernels: ModuleType | None = None,
+    zero: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The product [M, N], into `out` if it is given.
 
     given  the packed tensors by name; codes [N, K] with contiguous rows, `scale` of any strides"""
     code, w = kernels or device(), contract.weight
     m = a.shape[0]
-    a = a if a.stride(1) == 1 else a.contiguous()
+    a = signed(a if a.stride(1) == 1 else a.contiguous())
     wide = False
     if a.is_cuda:
         config = config.within(contract, _shared(a.device))
         wide = _capability(a.device) < FLOAT8
     form = device_form(contract, wide)
+    config = dataclasses.replace(config, bk=max(config.bk, 64 if four(contract) else form.summed))
     if four(contract):
-        config = dataclasses.replace(config, bk=max(config.bk, 64))
         codes, stride = given["nibbles"], padded(contract)[1]
         held: torch.Tensor | None = given["nibbles_scale"].t()
     else:
@@ -218,19 +234,20 @@ def launch(
     left, right = _operands(a, codes, wide, (config.bm, config.bn, bs) if tma else None)
     if out is None:
         out = a.new_empty((m, w.n), dtype=contract.out)
-    summed = torch.int32 if contract.a is INT8 and not form.promote else FP32
+    summed = torch.int32 if integral(contract) and not form.promote else FP32
     stride_out = out.stride(0) if split == 1 else w.n
     parts = out if split == 1 else a.new_empty((split, m, w.n), dtype=summed)
     sw = _scales(held, parts)
     sa = _scales(scale if contract.group else scale.reshape(1, 1).expand(m, 1), parts)
+    zeros = _zeros(contract, zero, given, parts)
     bias = given.get("bias", parts)
     asm = not type(code.product).__name__.startswith("Interpreted")
     pdl = a.is_cuda and _capability(a.device) >= (9, 0)
     tiles = -(-m // config.bm) * -(-w.n // config.bn)
     with torch.cuda.device_of(out):
         code.product[(tiles, split)](
-            left, a.stride(0), right, stride, *sa, *sw, bias, parts, stride_out, m, w.n, w.k,
-            split,
+            left, a.stride(0), right, stride, *sa, *sw, *zeros, bias, parts, stride_out, m, w.n,
+            w.k, split,
             F=form, BM=config.bm, BN=config.bn, BK=config.bk, BS=bs, PARTS=split > 1,
             STAGES=config.stages, EVEN_K=w.k % config.bk == 0, SWAP=config.swap or four(contract),
             TMA=tma, PDL=pdl, ASM=asm, num_warps=config.warps, enable_fp_fusion=False,
@@ -238,8 +255,9 @@ def launch(
         if split > 1:
             block = 256
             code.sum_parts[(m, -(-w.n // block))](
-                parts, *sa[:2], *sw[:2], bias, out, out.stride(0), m, w.n, split, F=form, B=block,
-                PDL=pdl, num_warps=4, launch_pdl=pdl, enable_fp_fusion=False,
+                parts, *sa[:2], *sw[:2], *zeros[:2], zeros[3], bias, out, out.stride(0), m, w.n,
+                split, F=form, B=block, PDL=pdl, num_warps=4, launch_pdl=pdl,
+                enable_fp_fusion=False,
             )  # fmt: skip
     return out
 
@@ -249,6 +267,7 @@ def scaled(
     sums: torch.Tensor,
     scale: torch.Tensor,
     given: Mapping[str, torch.Tensor],
+    zero: torch.Tensor | None = None,
     kernels: ModuleType | None = None,
 ) -> torch.Tensor:
     """The result of contiguous int32 sums [M, N] where no scale changes along k, in one launch."""
@@ -256,9 +275,10 @@ def scaled(
     out = sums.new_empty((m, n), dtype=contract.out)
     sw = _scales(given.get("scale"), sums)
     sa = _scales(scale if contract.group else scale.reshape(1, 1).expand(m, 1), sums)
+    zeros = _zeros(contract, zero, given, sums)
     with torch.cuda.device_of(out):
         code.sum_parts[(m, -(-n // block))](
-            sums, *sa[:2], *sw[:2], given.get("bias", sums), out, n, m, n, 1,
+            sums, *sa[:2], *sw[:2], *zeros[:2], zeros[3], given.get("bias", sums), out, n, m, n, 1,
             F=device_form(contract, False), B=block, PDL=False, num_warps=4,
             enable_fp_fusion=False,
         )  # fmt: skip
@@ -272,6 +292,21 @@ def _scales(held: torch.Tensor | None, none: torch.Tensor) -> tuple[torch.Tensor
     bits = held.view(torch.uint8) if held.dtype is E8M0 else held
     rows, columns = bits.stride() if bits.dim() == 2 else (bits.stride(0), 0)
     return bits, rows, columns
+
+
+def _zeros(
+    contract: ScaledMatmul,
+    zero: torch.Tensor | None,
+    given: Mapping[str, torch.Tensor],
+    none: torch.Tensor,
+) -> tuple[torch.Tensor, int, int, torch.Tensor]:
+    """(zero points, their strides along rows and along k, sums of codes) as the kernels take
+    them."""
+    if zero is None:
+        return none, 0, 0, none
+    held, *strides = _scales(zero if contract.group else zero.reshape(1, 1), none)
+    (sums,) = (given[name] for name in sums_of(contract))
+    return held, strides[0] if contract.group else 0, strides[1], sums
 
 
 def _aligned(*tensors: torch.Tensor) -> bool:
@@ -300,8 +335,11 @@ def _operands(
 @functools.cache
 def tiles(contract: ScaledMatmul, m: int) -> tuple[Config, ...]:
     """Configs of one part of K that are worth measuring at m rows, the best guess first."""
+    centred = contract.zero is not None and slice_of(contract) > 0
     table = {0: WHOLE, PROMOTED: ADDED}.get(slice_of(contract), SLICED)
     table = NIBBLES if four(contract) else table
+    if centred:
+        table = CENTRED_NIBBLES if four(contract) else CENTRED
     fits = next(rows for rows in table if m <= rows)
     tma = not four(contract)
     # Of nibbles in slices of 32 a step of 256 columns is not fetched ahead.

@@ -5,19 +5,34 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import torch
-
 from qinductor.kernels.dequant_matmul_triton_checks import loop
 from qinductor.kernels.scaled_matmul import FP32, ScaledMatmul
-from qinductor.kernels.scaled_matmul_cases import BF16, E4M3, E5M2, E8M0, FP8, FP16, INT8, case
+from qinductor.kernels.scaled_matmul_cases import (
+    BF16,
+    E4M3,
+    E5M2,
+    E8M0,
+    FP8,
+    FP16,
+    INT8,
+    INT32,
+    UINT8,
+    case,
+)
 from qinductor.kernels.scaled_matmul_triton import Config, heuristic
-from qinductor.kernels.scaled_matmul_triton_form import PROMOTED, device_form, four, slice_of
+from qinductor.kernels.scaled_matmul_triton_form import (
+    PROMOTED,
+    device_form,
+    four,
+    integral,
+    slice_of,
+)
 from qinductor.triton_compile import Compiled, compiled
 
 Check = tuple[str, Callable[[], None]]
 TYPES = {
     BF16: "bf16", FP16: "fp16", FP32: "fp32", INT8: "i8", E4M3: "fp8e4nv", E5M2: "fp8e5",
-    E8M0: "u8", torch.int32: "i32",
+    E8M0: "u8", INT32: "i32",
 }  # fmt: skip
 
 
@@ -37,6 +52,11 @@ FORMATS = {
     "w4 fp8 channel": case("int4", 1, N, K, 1, K),
     "w4 int8 group128": case("int4", 1, N, K, 1, 128, INT8),
     "w4 int8 channel": case("int4", 1, N, K, 1, K, INT8),
+    "int8 row zero": case("int8", 1, N, K, 1, K, INT8, zero=INT8),
+    "int8 group128 zero": case("int8", 1, N, K, 1, 128, UINT8, zero=INT32),
+    "w4 int8 group32 zero": case("int4", 1, N, K, 1, 32, INT8, zero=INT8),
+    "w4 int8 group128 zero": case("int4", 1, N, K, 1, 128, INT8, zero=INT32),
+    "w4 int8 channel zero": case("int4", 1, N, K, 1, K, INT8, group=0, zero=FP32),
 }
 ROWS = (1, 64, 300)
 OTHERS = ("fp8 row", "fp8 block128", "int8 row", "w4 fp8 group128", "w4 int8 channel")
@@ -51,11 +71,11 @@ def checks() -> Iterator[Check]:
         for name in OTHERS:
             contract = FORMATS[name].contract
             yield _product(name, contract, str(heuristic(contract, 1)), target)
-    for name in ("fp8 row", "int8 row"):
+    for name in ("fp8 row", "int8 row", "int8 row zero"):
         yield _product(name, FORMATS[name].contract, "m16.n64.k128.s1.w4.p4.swap", 90)
         yield _product(name, FORMATS[name].contract, "m128.n128.k128.s1.w8.p3", 90)
     for target in (80, 90, 100):
-        for name in ("fp8 row", "int8 row", "fp8 block128"):
+        for name in ("fp8 row", "int8 row", "fp8 block128", "int8 row zero"):
             sums = partial(held, "sum_parts", FORMATS[name].contract, target, PARTS)
             yield f"sum_parts {name} sm_{target}", sums
 
@@ -84,35 +104,37 @@ def build(kernel: str, contract: ScaledMatmul, target: int, config: str = "", as
     c, w = contract, contract.weight
     chosen = Config.parse(config) if config else heuristic(contract, 16)
     chosen = chosen.within(contract, shared(target) * 9 // 10)
-    wide = target < 89 and c.a is not INT8
+    wide = target < 89 and not integral(c)
     bs = min(slice_of(c) or PROMOTED, chosen.bk)
     tma = chosen.tma and target >= 90 and not four(c)
     code = "i8" if four(c) else TYPES[w.storage]
     form = device_form(c, wide)
-    sums = "*i32" if c.a is INT8 and not form.promote else "*fp32"
+    sums = "*i32" if integral(c) and not form.promote else "*fp32"
     parts = chosen.split > 1
     made = sums if parts else f"*{TYPES[c.out]}"
     held = FP32 if four(c) else w.scale
     arguments = {
-        "a": "*u8" if wide else f"*{TYPES[c.a]}",
+        "a": "*u8" if wide else f"*{TYPES[INT8 if integral(c) else c.a]}",
         "w": "*u8" if wide and not four(c) else f"*{code}",
         "sa_ptr": f"*{TYPES[c.scale]}",
         "sw_ptr": f"*{TYPES[held]}" if held is not None else made,
+        "z_ptr": made if c.zero is None else f"*{TYPES[c.zero]}",
+        "sums_ptr": "*i32" if form.zero else made,
         "bias_ptr": f"*{TYPES[c.bias]}" if c.bias is not None else made,
         "out_ptr": made if kernel == "product" else f"*{TYPES[c.out]}",
         "parts_ptr": sums,
         **dict.fromkeys(
             ("a_stride", "w_stride", "out_stride", "N", "K", "sw_row", "sw_group"), "i32:16"
         ),
-        **dict.fromkeys(("M", "split", "sa_group", "sa_row"), "i32"),
+        **dict.fromkeys(("M", "split", "sa_group", "sa_row", "z_group", "z_row"), "i32"),
     }
     if tma:
-        arguments["a"] = f"tensordesc<{TYPES[c.a]}[{chosen.bm}, {bs}]>"
+        arguments["a"] = f"tensordesc<{TYPES[INT8 if integral(c) else c.a]}[{chosen.bm}, {bs}]>"
         arguments["w"] = f"tensordesc<{code}[{chosen.bn}, {bs}]>"
     constants: dict[str, Any] = {
         "F": form, "BM": chosen.bm, "BN": chosen.bn, "BK": chosen.bk, "BS": bs, "PARTS": parts,
         "STAGES": chosen.stages, "EVEN_K": w.k % chosen.bk == 0, "SWAP": chosen.swap or four(c),
-        "TMA": tma, "PDL": target >= 90, "ASM": asm, "B": 256, "sa_row": 1,
+        "TMA": tma, "PDL": target >= 90, "ASM": asm, "B": 256, "sa_row": 1, "z_row": 1,
     }  # fmt: skip
     function = getattr(kernels, kernel)
     taken = {name: value for name, value in constants.items() if name in function.arg_names}

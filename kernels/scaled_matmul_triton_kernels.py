@@ -125,6 +125,41 @@ def _columns(sw_ptr, sw_row, sw_group, n, k, N, K, F: tl.constexpr):
 
 
 @triton.jit
+def _zeros(z_ptr, z_row, z_group, m, k, M, F: tl.constexpr):
+    """(what of the zero points of these rows of a is in the range of the codes, the rest)."""
+    place = z_ptr + tl.minimum(m, M - 1).to(tl.int64) * z_row
+    if F.rows == "group":
+        place += (k // F.group).to(tl.int64) * z_group
+    z = tl.load(place)
+    if z.dtype.is_floating():
+        z = z.to(tl.float32)
+    elif z.dtype != tl.int64:
+        z = tl.maximum(z.to(tl.int32), -2147483520)  # what is subtracted now leaves it in int32
+    z = z - F.less
+    inside = tl.minimum(tl.maximum(z, -128), 127).to(tl.int32)
+    return inside, (z - inside).to(tl.float32)
+
+
+@triton.jit
+def _centred(part, z, rest, sums_ptr, n, k, N, K, F: tl.constexpr, BS: tl.constexpr,
+             SWAP: tl.constexpr):  # fmt: skip
+    """Sums of a slice of BS columns in float32, without zero points of a times the sums of codes
+    of W, whose rows are n. Exact, but for the rest of the zero points."""
+    n = tl.minimum(n, N - 1)
+    q = n * 0
+    for i in tl.static_range(BS // F.summed if F.summed > 0 else 1):
+        at = k // F.summed + i if F.summed > 0 else 0
+        mask = n * 0 + k + i * F.summed < K
+        q += tl.load(sums_ptr + tl.cast(at, tl.int64) * N + n, mask, 0)
+    part = part - (q[:, None] * z[None, :] if SWAP else z[:, None] * q[None, :])
+    part = part.to(tl.float32)
+    if F.zero == "wide":
+        q = q.to(tl.float32)
+        part -= q[:, None] * rest[None, :] if SWAP else rest[:, None] * q[None, :]
+    return part
+
+
+@triton.jit
 def _added(acc, part, sa_ptr, sa_row, sa_group, sw_ptr, sw_row, sw_group, row, column, k, M, N, K,
            F: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SWAP: tl.constexpr):  # fmt: skip
     """The sums and those of one slice, with the scales that change along k."""
@@ -167,8 +202,12 @@ def _added(acc, part, sa_ptr, sa_row, sa_group, sw_ptr, sw_row, sw_group, row, c
 
 
 @triton.jit
-def _finished(acc, sa_ptr, sa_row, sw_ptr, sw_row, bias_ptr, m, n, M, N, F: tl.constexpr):
-    """The result of sums [BM, BN]: scales that do not change along k, and the bias."""
+def _finished(acc, sa_ptr, sa_row, sw_ptr, sw_row, z_ptr, z_row, sums_ptr, bias_ptr, m, n, M, N,
+              F: tl.constexpr):  # fmt: skip
+    """The result of sums [BM, BN]: what does not change along k, and the bias."""
+    if F.zero != "" and not F.promote:
+        z, rest = _zeros(z_ptr, z_row, 0, m, 0, M, F)
+        acc = _centred(acc, z, rest, sums_ptr, n, 0, N, 1, F, 0, False)
     acc = acc.to(tl.float32)
     if F.columns == "row":
         acc = acc * _columns(sw_ptr, sw_row, 0, n, 0, N, 1, F)[None, :]
@@ -198,13 +237,13 @@ def _placed(tile, M, N, BM: tl.constexpr, BN: tl.constexpr):
     return (band * 8 + inside % high) * BM, (inside // high) * BN
 
 
-@triton.jit(do_not_specialize=["M", "split", "sa_group"])
+@triton.jit(do_not_specialize=["M", "split", "sa_group", "z_group"])
 def product(
-    a, a_stride, w, w_stride, sa_ptr, sa_row, sa_group, sw_ptr, sw_row, sw_group, bias_ptr, out_ptr,
-    out_stride, M, N, K, split, F: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, BS: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
-    EVEN_K: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr, PDL: tl.constexpr,
-    ASM: tl.constexpr,
+    a, a_stride, w, w_stride, sa_ptr, sa_row, sa_group, sw_ptr, sw_row, sw_group, z_ptr, z_row,
+    z_group, sums_ptr, bias_ptr, out_ptr, out_stride, M, N, K, split, F: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BS: tl.constexpr, PARTS: tl.constexpr,
+    STAGES: tl.constexpr, EVEN_K: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr,
+    PDL: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """out[M, N]. Programs: tiles of the result x `split` parts of K; where PARTS is set their sums
     go to out[split, M, N] for `sum_parts`. a and w are pointers, or where TMA is set descriptors;
@@ -221,6 +260,9 @@ def product(
     WIDE_W: tl.constexpr = mantissa(F.code, F.wide)
     SUMS: tl.constexpr = tl.float32 if F.promote else F.sums
     acc = tl.zeros((BN, BM) if SWAP else (BM, BN), SUMS)
+    rows = row + tl.arange(0, BM)
+    if F.zero != "" and F.promote and F.rows != "group":
+        z, rest = _zeros(z_ptr, z_row, 0, rows, 0, M, F)
     for step in tl.range(part * share, tl.minimum(steps, (part + 1) * share), num_stages=STAGES):
         for j in tl.static_range(BK // BW):
             first = step * BK + j * BW
@@ -246,6 +288,12 @@ def product(
                     sums = tl.dot(y, x.T, out_dtype=F.sums) if SWAP else tl.dot(
                         x, y.T, out_dtype=F.sums
                     )  # fmt: skip
+                    if F.zero != "":
+                        if F.rows == "group":
+                            z, rest = _zeros(z_ptr, z_row, z_group, rows, k, M, F)
+                        sums = _centred(
+                            sums, z, rest, sums_ptr, column + tl.arange(0, BN), k, N, K, F, BS, SWAP
+                        )
                     acc = _added(
                         acc, sums, sa_ptr, sa_row, sa_group, sw_ptr, sw_row, sw_group, row, column,
                         k, M, N, K, F, BM, BN, SWAP,
@@ -258,14 +306,16 @@ def product(
     if PARTS:
         tl.store(out_ptr + part.to(tl.int64) * M * N + place, acc, mask=mask)
     else:
-        out = _finished(acc, sa_ptr, sa_row, sw_ptr, sw_row, bias_ptr, m, n, M, N, F)
+        out = _finished(
+            acc, sa_ptr, sa_row, sw_ptr, sw_row, z_ptr, z_row, sums_ptr, bias_ptr, m, n, M, N, F
+        )
         tl.store(out_ptr + place, out, mask=mask)
 
 
 @triton.jit(do_not_specialize=["M", "split"])
 def sum_parts(
-    parts_ptr, sa_ptr, sa_row, sw_ptr, sw_row, bias_ptr, out_ptr, out_stride, M, N, split,
-    F: tl.constexpr, B: tl.constexpr, PDL: tl.constexpr,
+    parts_ptr, sa_ptr, sa_row, sw_ptr, sw_row, z_ptr, z_row, sums_ptr, bias_ptr, out_ptr,
+    out_stride, M, N, split, F: tl.constexpr, B: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out[M, N] from the sums [split, M, N], always added in one order."""
     row = tl.program_id(0)
@@ -277,7 +327,10 @@ def sum_parts(
         at = (tl.cast(part, tl.int64) * M + row) * N
         acc += tl.load(parts_ptr + at + n, mask=n < N, other=0)
     m = row + tl.arange(0, 1)
-    out = _finished(acc[None, :], sa_ptr, sa_row, sw_ptr, sw_row, bias_ptr, m, n, M, N, F)
+    out = _finished(
+        acc[None, :], sa_ptr, sa_row, sw_ptr, sw_row, z_ptr, z_row, sums_ptr, bias_ptr, m, n, M, N,
+        F,
+    )  # fmt: skip
     place = m.to(tl.int64)[:, None] * out_stride + n[None, :]
     tl.store(out_ptr + place, out, mask=(n < N)[None, :])
 

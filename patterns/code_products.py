@@ -45,6 +45,8 @@ class CodeProduct:
     grid       the scale of the weight; None: the epilogue tells
     fast       whether sums may be kept in fewer bits
     x          how the graph's own operand is made of `a`, where it does not multiply codes
+    zero       zero points of a; None: there are none
+    zeros      elements along k that share one; 0: there is one
     """
 
     a: Node
@@ -54,6 +56,8 @@ class CodeProduct:
     grid: Grid | None = None
     fast: bool = False
     x: Dequantised | None = None
+    zero: Node | None = None
+    zeros: int = 0
 
     @property
     def rows(self) -> int | None:
@@ -186,10 +190,11 @@ def _product(
 def check_codes(product: CodeProduct) -> None:
     """Refused if codes are of no dtype that the contract has, or x's lie in columns."""
     weight = product.weight if product.x is None else None
-    for what, node in (("x", product.a), ("the weight", weight)):
-        if node is not None and node.meta["val"].dtype not in CODES:
+    of_x = CODES if product.zero is None else (*CODES, torch.uint8)
+    for what, node, taken in (("x", product.a, of_x), ("the weight", weight, CODES)):
+        if node is not None and node.meta["val"].dtype not in taken:
             raise Refused(
-                f"codes of {what} must be {', '.join(map(short, CODES))}; they are "
+                f"codes of {what} must be {', '.join(map(short, taken))}; they are "
                 f"{short(node.meta['val'].dtype)}"
             )
     value = product.a.meta["val"]

@@ -1,8 +1,10 @@
 """An activation that is made from its own codes: x = codes * scale, rounded, and nothing else.
 
-    codes -> cast -> [- zeros] -> [view] -> * scale -> [view] -> x[M, K]
+    codes -> cast -> [- zero] -> [view] -> * scale -> [view] -> x[M, K]
+    codes, scale, zero -> an operator of a library's -> x[M, K]
 
-Followed from x to the codes, and run on probes: x must be codes * scale to within its roundings.
+Followed from x to the codes, and run on probes: x must be (codes - zero) * scale to within its
+roundings. Scale and zero may be tensors or numbers.
 """
 
 import dataclasses
@@ -16,6 +18,7 @@ from torch.fx import Node
 from qinductor.errors import Refused
 from qinductor.patterns.chains import Side, Step, rounding, run
 from qinductor.patterns.epilogues import NEAR, PROBES, known
+from qinductor.patterns.zero_points import ROUNDED, Given, dequantiser, stored
 from qinductor.regions import (
     FLOAT8,
     INTEGER,
@@ -31,8 +34,9 @@ from qinductor.regions import (
 )
 
 STORED = (torch.int8, torch.uint8, *FLOAT8)  # dtypes that x may be made from
-LARGEST = {torch.int8: 127.0}  # code that is tried; of float8, its largest one
-ROUNDED = (aten.ceil.default, aten.floor.default, aten.round.default)  # give whole numbers
+LARGEST = {torch.int8: 127.0, torch.uint8: 127.0}  # code that is tried; of float8, its largest one
+FAR = 8  # rows that have zero points out of the range of codes, where a dtype has such
+SIDED = (aten.mul.Tensor, aten.sub.Tensor, aten.add.Tensor)
 WHOLE = (*INTEGER, torch.float8_e8m0fnu)
 # Powers of two between which scales are tried: as large as each other, so that none outweighs all.
 POWERS = (-5, -4)
@@ -48,47 +52,86 @@ class Making:
     group  elements along k that share a scale; 0: there is one
     power  whether scales are powers of two
     steps  from the codes to x, without views
+    zero   what is subtracted from the codes, if anything is
+    zeros  elements along k that share a zero point; 0: there is one
+    far    whether one may be out of the range of the codes
     """
 
     codes: torch.dtype
-    scale: Side | None
+    scale: Side | float | None
     group: int
     power: bool
     steps: tuple[Step, ...]
+    zero: Side | float | None = None
+    zeros: int = 0
+    far: bool = False
 
-    def probes(self, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(codes[m, k], scale[m, k / group] or [1], x[m, k] of them); Refused if x is no product of
-        both."""
+    def probes(self, k: int) -> tuple[torch.Tensor, ...]:
+        """(codes[m, k], scale[m, k / group] or [1], x[m, k] of them) and, if there are any, zero
+        points as scale or [1]; Refused if x is not codes without zero times scale."""
         seeded, group = torch.Generator().manual_seed(SEED), self.group or k
         spread = torch.randn(PROBES, k // group, group, generator=seeded)
         largest = LARGEST.get(self.codes) or torch.finfo(self.codes).max
-        codes = (spread * largest / 4).clamp(-largest, largest).to(self.codes)
+        codes = (spread * largest / 4).clamp(-largest, largest)
+        codes = (codes + 128 if self.codes is torch.uint8 else codes).to(self.codes)
         low, high = POWERS
         shape = (PROBES, k // group, 1) if self.group else (1, 1, 1)
         exponents = torch.rand(shape, generator=seeded) * (high - low) + low
         scale = torch.exp2(exponents.round() if self.power else exponents)
-        scale = torch.ones(shape) if self.scale is None else self.scale.probe(scale)
-        x = run(self.steps, codes, {} if self.scale is None else {self.scale: scale})
-        exact = codes.double() * scale.double()
-        near = NEAR * rounding([step.dtype for step in self.steps])
+        zero = self._zeros(PROBES if self.zeros else 1, k)
+        if group == k:  # an operator may want the graph's number of axes
+            codes, scale, zero = codes.squeeze(1), scale.squeeze(1), zero.squeeze(1)
+        scale, zero = _given(self.scale, scale, 1), _given(self.zero, zero, 0)
+        sides = ((self.scale, scale), (self.zero, zero))
+        given = {side: value for side, value in sides if isinstance(side, Side)}
+        try:
+            x = run(self.steps, codes, given)
+        except (RuntimeError, AssertionError, IndexError, TypeError, ValueError) as error:
+            first = str(error).strip().partition("\n")[0]
+            raise Refused(f"x cannot be made on probes: {type(error).__name__}: {first}") from error
+        exact = (codes.double() - zero.double()) * scale.double()
+        floats = [step.dtype for step in self.steps if step.dtype.is_floating_point]
+        near = NEAR * rounding(floats)
         off = (x.double() - exact).abs() > near * exact.abs()
         if off.any():
             at = tuple(int(i) for i in off.nonzero()[0])
+            codes_of = "its codes" if self.zero is None else "its codes less zero points"
             raise Refused(
-                f"x must be its codes times their scale; it is {float(x[at]):g}, not "
+                f"x must be {codes_of} times their scale; it is {float(x[at]):g}, not "
                 f"{float(exact[at]):g}"
             )
         scale = scale.reshape(PROBES, -1) if self.group else scale.reshape(1)
-        return codes.view(PROBES, k), scale, x.view(PROBES, k)
+        found = codes.view(PROBES, k), scale, x.view(PROBES, k)
+        if self.zero is None:
+            return found
+        return *found, zero.reshape(PROBES, -1) if self.zeros else zero.reshape(1)
+
+    def _zeros(self, rows: int, k: int) -> torch.Tensor:
+        """Zero points in the range of the codes; some beyond it where the graph may have such."""
+        low, high = (0, 256) if self.codes is torch.uint8 else (-128, 128)
+        shape = (rows, k // (self.zeros or k), 1)
+        found = torch.randint(low, high, shape, generator=torch.Generator().manual_seed(SEED))
+        found[:2] = torch.tensor([low, high - 1])[:rows, None, None]
+        if self.far:
+            found[2 : 2 + FAR] *= 6
+        return found
+
+
+def _given(of: Side | float | None, probe: torch.Tensor, otherwise: float) -> torch.Tensor:
+    """A probe for what is a tensor; the number that it is, in float32."""
+    if isinstance(of, Side):
+        return of.probe(probe)
+    return torch.full(probe.shape, otherwise if of is None else of)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Dequantised:
-    """The codes that x is made of, their scale if there is one, and how."""
+    """The codes that x is made of, their scale and zero point if there are any, and how."""
 
     codes: Node
-    scale: Node | None
+    scale: Given
     making: Making
+    zero: Given = None
 
 
 def has_codes(x: Node) -> bool:
@@ -98,33 +141,93 @@ def has_codes(x: Node) -> bool:
 
 def dequantised(x: Node, k: int, scope: Scope) -> Dequantised:
     """How x[M, k] is made of its codes, or Refused."""
-    m, scale, group = x.meta["val"].shape[0], None, 0
-    steps: list[Step] = []
+    m = x.meta["val"].shape[0]
+    found, steps = _Sides(m, k), list[Step]()
     path = _path(x)
     for (node, side), (inner, _) in zip(path, [*path[1:], path[-1]], strict=True):
         if node.meta["val"].dtype in STORED:
-            of = None if scale is None else Side.of(scale)
-            power = scale is not None and _is_power(scale, scope)
-            making = Making(node.meta["val"].dtype, of, group, power, tuple(reversed(steps)))
-            return Dequantised(node, scale, making)
-        if node.target is aten.sub.Tensor:  # of zeros, which changes nothing
-            assert side is not None
-            if not _is_zero(side, scope):
-                raise Refused(f"x must have no zero point; {describe(side)} is subtracted from it")
-        elif node.target not in VIEWS:
-            steps.append(Step.of(node, inner))
-        if side is not None and node.target is aten.mul.Tensor:
-            if scale is not None:
-                raise Refused(
-                    f"x must be scaled once; {describe(scale)} and {describe(side)} multiply it"
-                )
-            scale, group = side, _group(side, node.meta["val"].shape, m, k)
+            return found.made(node, tuple(reversed(steps)), scope)
+        whole = dequantiser(node)
+        if node.target not in VIEWS:
+            step = Step.of(node, inner)
+            steps.append(step if whole is None else dataclasses.replace(step, target=whole.target))
+        if whole is not None:
+            found.scaled(whole.scale, node)
+            found.shifted(whole.zero, node)
+        elif node.target is aten.sub.Tensor:
+            if isinstance(side, Node) and _is_zero(side, scope):
+                steps.pop()  # which changes nothing
+            else:
+                found.shifted(side, node)
+        elif node.target is aten.mul.Tensor:
+            found.scaled(side, node)
+        elif node.target is aten.add.Tensor:
+            raise Refused(f"x must be codes less their zero points; {_show(side)} is added to them")
     raise Refused(f"x must be made of codes; {describe(x)} is not")
 
 
-def _path(x: Node) -> list[tuple[Node, Node | None]]:
+@dataclasses.dataclass(eq=False)
+class _Sides:
+    """What was found on the way from x[M, K] to its codes."""
+
+    m: Any
+    k: int
+    scale: Given = None
+    group: int = 0
+    zero: Given = None
+    zeros: int = 0
+
+    def scaled(self, side: Given, node: Node) -> None:
+        if self.zero is not None:
+            raise Refused(f"x must be scaled after {_show(self.zero)} is subtracted from its codes")
+        if self.scale is not None:
+            raise Refused(
+                f"x must be scaled once; {_show(self.scale)} and {_show(side)} multiply it"
+            )
+        self.scale = side
+        if isinstance(side, Node):
+            self.group = _group(side, node.meta["val"].shape, self.m, self.k, "scale")
+
+    def shifted(self, side: Given, node: Node) -> None:
+        if self.zero is not None:
+            raise Refused(
+                f"x must have one zero point; {_show(self.zero)} and {_show(side)} are subtracted"
+            )
+        self.zero = side
+        if isinstance(side, Node):
+            self.zeros = _group(side, node.meta["val"].shape, self.m, self.k, "zero point")
+        elif side is not None and not float(side).is_integer():
+            raise Refused(f"zero points of x must be whole numbers; {side} is subtracted")
+
+    def made(self, codes: Node, steps: tuple[Step, ...], scope: Scope) -> Dequantised:
+        """All of it. Refused if zero points are not those of the scales, or no whole numbers."""
+        dtype, scale, zero = codes.meta["val"].dtype, self.scale, self.zero
+        if zero is None and dtype is torch.uint8:
+            zero = 0
+        if zero is not None and dtype in FLOAT8:
+            raise Refused(
+                f"x must have no zero point; {_show(zero)} is subtracted from float8 codes"
+            )
+        if self.zeros and scale is not None and self.zeros != self.group:
+            raise Refused(
+                f"x must have a zero point for each scale; {_show(zero)} and {_show(scale)} lie "
+                "otherwise"
+            )
+        held = stored(zero) if isinstance(zero, Node) else zero
+        power = isinstance(scale, Node) and _is_power(scale, scope)
+        sides = [Side.of(side) if isinstance(side, Node) else side for side in (scale, zero)]
+        far = isinstance(held, Node) and held.meta["val"].dtype is not dtype
+        making = Making(dtype, sides[0], self.group, power, steps, sides[1], self.zeros, far)
+        return Dequantised(codes, scale, making, held)
+
+
+def _show(side: Given) -> str:
+    return describe(side) if isinstance(side, Node) else str(side)
+
+
+def _path(x: Node) -> list[tuple[Node, Given]]:
     """The nodes from x to its codes, each with the other operand of what it does."""
-    found: list[tuple[Node, Node | None]] = []
+    found: list[tuple[Node, Given]] = []
     value = x
     while True:
         if not isinstance(value.meta.get("val"), torch.Tensor):
@@ -137,30 +240,36 @@ def _path(x: Node) -> list[tuple[Node, Node | None]]:
         value = inner
 
 
-def _step(node: Node) -> tuple[Node | None, Node | None]:
-    """(the operand that a node moves, casts or scales; what it scales by or subtracts)."""
+def _step(node: Node) -> tuple[Node | None, Given]:
+    """(the operand that a node moves, casts or scales; what it scales by, subtracts or adds)."""
+    whole = dequantiser(node)
+    if whole is not None:
+        return whole.codes, None
     args = [a for a in node.args if isinstance(a, Node)]
-    if not all(isinstance(a.meta.get("val"), torch.Tensor) for a in args):
+    if not all(isinstance(a.meta.get("val"), torch.Tensor) for a in args):  # a symbolic number
         return None, None
     if node.target in VIEWS or node.target is prims.convert_element_type.default:
         return args[0], None
-    if node.target not in (aten.mul.Tensor, aten.sub.Tensor) or len(args) != 2 or node.kwargs:
+    if node.target not in SIDED or len(node.args) != 2 or node.kwargs:
         return None, None
-    if not all(isinstance(a.meta["val"], torch.Tensor) for a in args):  # a symbolic number
-        return None, None
+    if len(args) == 1:
+        number = node.args[1]
+        plain = args[0] is node.args[0] and isinstance(number, (int, float))
+        return (args[0], number) if plain else (None, None)  # type: ignore[return-value]
     shape = node.meta["val"].shape
-    whole = [a for a in args if _same(a.meta["val"].shape, shape)]
-    if len(whole) != 1 or (node.target is aten.sub.Tensor and whole[0] is not args[0]):
+    whole_sized = [a for a in args if _same(a.meta["val"].shape, shape)]
+    first = whole_sized[:1] == args[:1]
+    if len(whole_sized) != 1 or (node.target is aten.sub.Tensor and not first):
         return None, None
-    return whole[0], next(a for a in args if a is not whole[0])
+    return whole_sized[0], next(a for a in args if a is not whole_sized[0])
 
 
 def _same(shape: Sequence[Any], other: Sequence[Any]) -> bool:
     return len(shape) == len(other) and all(known(a, b) for a, b in zip(shape, other, strict=True))
 
 
-def _group(side: Node, whole: Sequence[Any], m: Any, k: int) -> int:
-    """Elements along k that share an entry of a scale of a view of x[M, k]; or Refused."""
+def _group(side: Node, whole: Sequence[Any], m: Any, k: int, what: str) -> int:
+    """Elements along k that share an entry of a scale, say, of a view of x[M, k]; or Refused."""
     shape = side.meta["val"].shape
     if all(known(1, size) for size in shape):
         return 0
@@ -173,7 +282,9 @@ def _group(side: Node, whole: Sequence[Any], m: Any, k: int) -> int:
         rows = split is not None and _same(shape[:split], whole[:split])
         if rows and all(known(1, size) for size in shape[split:]):
             return k
-    raise Refused(f"x must have a scale for each row, group or in all; {describe(side)} is neither")
+    raise Refused(
+        f"x must have a {what} for each row, group or in all; {describe(side)} is neither"
+    )
 
 
 def _is_zero(node: Node, scope: Scope) -> bool:

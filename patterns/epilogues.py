@@ -1,9 +1,9 @@
 """What follows a sum of products: scales of rows and columns, a bias, casts and views.
 
-    sum[M, N] -> cast -> * sa[M, 1] -> cast -> * s[N] -> view -> + bias[N] -> cast
+    sum[M, N] -> [- z[M, 1] * sums[N]] -> cast -> * sa[M, 1] -> cast -> * s[N] -> view -> + bias[N]
 
-Followed as far as each value has one user. Run on probes, it must be sum * sa * s + bias, and so
-near to it that rounding once is as good.
+Followed as far as each value has one user. Run on probes, it must be (sum - z * sums) * sa * s +
+bias, and so near to it that rounding once is as good.
 """
 
 import dataclasses
@@ -44,6 +44,26 @@ class Factor:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class Shift:
+    """What is subtracted from a sum for the zero points of x: z[M, 1] * sums[N].
+
+    zero   z: a "row" or "one"
+    sums   of the weight's codes: a constant "column"
+    steps  what makes it of z, without views
+    side   what it is to the chain of the sum
+    """
+
+    zero: Factor
+    sums: Factor
+    steps: tuple[Step, ...]
+    side: Side
+
+    def probe(self, zero: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
+        """Its value for values of both."""
+        return run(self.steps, self.zero.side.probe(zero), {self.sums.side: sums})
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class Epilogue:
     """A chain of operators on a sum.
 
@@ -54,6 +74,7 @@ class Epilogue:
     bias     what it adds, one number a column; or None
     last     whose value it gives
     sizes    of the last view before `last`, if there is one
+    shift    what it subtracts from the sum, before it multiplies
     """
 
     source: Node
@@ -63,6 +84,7 @@ class Epilogue:
     steps: tuple[Step, ...] = ()
     last: Node = dataclasses.field(kw_only=True)
     sizes: Sequence[int | Node] | None = None
+    shift: Shift | None = None
 
     @property
     def widens(self) -> bool:
@@ -112,6 +134,11 @@ def _step(before: Epilogue, user: Node, value: Node, scope: Scope) -> Epilogue |
     longer = dataclasses.replace(before, steps=(*before.steps, Step.of(user, value)), last=user)
     if user.target is prims.convert_element_type.default:
         return longer if new.dtype in (*FLOATS, torch.float64) else None
+    if user.target is aten.sub.Tensor and not user.kwargs and user.args[0] is value:
+        integers = before.source.meta["val"].dtype is torch.int32
+        first = integers and not (before.factors or before.bias or before.shift)
+        shift = shift_of(user.args[1], value, scope) if first else None
+        return dataclasses.replace(longer, shift=shift) if shift is not None else None
     if user.target not in (aten.mul.Tensor, aten.add.Tensor) or user.kwargs or before.bias:
         return None
     side = user.args[1] if user.args[0] is value else user.args[0]
@@ -122,6 +149,32 @@ def _step(before: Epilogue, user: Node, value: Node, scope: Scope) -> Epilogue |
         return dataclasses.replace(longer, factors=(*before.factors, factor))
     constant = factor.kind == "column" and factor.constant
     return dataclasses.replace(longer, bias=factor.node) if constant else None
+
+
+def shift_of(side: object, value: Node, scope: Scope) -> Shift | None:
+    """How a tensor is made of zero points of rows and of sums of columns; None if in another way
+    than as their product."""
+    steps: list[Step] = []
+    node = side
+    while isinstance(node, Node) and isinstance(node.meta.get("val"), torch.Tensor):
+        first = node.args[0] if node.args else None
+        if node.target is prims.convert_element_type.default and isinstance(first, Node):
+            steps.append(Step.of(node, first))
+        elif node.target is aten.mul.Tensor and not node.kwargs:
+            break
+        elif node.target not in VIEWS:
+            return None
+        node = first
+    if not isinstance(node, Node) or not isinstance(side, Node):
+        return None
+    found = [factor_of(a, value, scope) for a in node.args if isinstance(a, Node)]
+    factors = {f.kind: f for f in found if f is not None}
+    columns = factors.pop("column", None)
+    if len(found) != 2 or len(factors) != 1 or columns is None or not columns.constant:
+        return None
+    (zero,) = factors.values()
+    steps.append(Step.of(node, zero.node))
+    return Shift(zero, columns, tuple(reversed(steps)), Side.of(side))
 
 
 def factor_of(side: Node, value: Node, scope: Scope) -> Factor | None:
@@ -195,8 +248,15 @@ def prove(epilogue: Epilogue, found: Roles, largest: int) -> None:
         side = Side.of(epilogue.bias)
         bias = given[side] = side.probe(torch.randn(1, PROBES, generator=seeded))
         added = any(step.takes(side) for step in epilogue.steps)
+    start = sums if epilogue.inside == 0 else sums.float()  # what the source does, it does in fp32
+    if epilogue.shift is not None:
+        zero = torch.randint(-128, 128, (PROBES, 1), generator=seeded)
+        column = spread(0, math.log2(largest) - 8, 1, PROBES).round() * sign[:1]
+        zero = zero if epilogue.shift.zero.kind == "row" else zero[:1]
+        held = epilogue.shift.sums.side.probe(column)
+        given[epilogue.shift.side] = epilogue.shift.probe(zero, held)
+        sums = sums - zero.double() * held.double()
     exact, ours = sums, sums.float()
-    start = sums if epilogue.inside == 0 else ours  # what the source itself does, it does in fp32
     for part in filter(None, (found.weight, found.activation)):
         exact = exact * given[part.side].double()
         ours = ours * given[part.side].float()
@@ -206,10 +266,12 @@ def prove(epilogue: Epilogue, found: Roles, largest: int) -> None:
         start = start + bias.float()
     eager = run(epilogue.steps, start.to(source), given)
     size = exact.abs() if bias is None else exact.abs() + bias.double().abs()
+    if epilogue.shift is not None:  # of what cancels only the difference is scaled
+        size = size + (start.double().abs() / sums.abs().clamp_min(1)) * exact.abs()
     exact, ours = (exact, ours) if bias is None else (exact + bias.double(), ours + bias.float())
     ours = ours.to(out)
     dtypes = [source] if source.is_floating_point else []
-    dtypes += [out, *(step.dtype for step in epilogue.steps)]
+    dtypes += [out, *(step.dtype for step in epilogue.steps if step.dtype is not torch.int32)]
     off = ((eager.double() - exact).abs() > NEAR * rounding(dtypes) * size) & eager.isfinite()
     if off.any():
         m, n = (int(i) for i in off.nonzero()[0])

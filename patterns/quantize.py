@@ -21,11 +21,13 @@ from collections.abc import Iterator
 
 from torch.fx import Graph, Node
 
+from qinductor.errors import Refused
 from qinductor.kernels.quantize import QUANTIZE
 from qinductor.pattern import Fusion, Planner
 from qinductor.patterns.activation_formats.find import Finder
 from qinductor.patterns.activation_formats.sources import candidates, is_normed
-from qinductor.regions import Scope
+from qinductor.patterns.zero_points import is_quantiser
+from qinductor.regions import Scope, behind
 
 
 class QuantizePattern:
@@ -40,11 +42,19 @@ class QuantizePattern:
         self._find = Finder(self.norms)
 
     def candidates(self, graph: Graph, scope: Scope) -> Iterator[Node]:
-        """Casts to codes of something that varies and was scaled before."""
-        return candidates(graph, scope)
+        """Casts to codes of something that varies and was scaled before, and operators of libraries
+        that quantise it."""
+        yield from candidates(graph, scope)
+        if not self.norms:
+            yield from (n for n in graph.nodes if is_quantiser(n) and behind(n, scope)[1])
 
     def lower(self, node: Node, scope: Scope, planner: Planner) -> Fusion:
         """The lowering of one quantiser, or Refused."""
+        if is_quantiser(node):
+            raise Refused(
+                f"a quantiser must be written in torch's operators; {node.target} takes its scale "
+                "and zero point as they are, and computes in a way of its own"
+            )
         found = self._find(node, scope)
         return Fusion(
             op=QUANTIZE,

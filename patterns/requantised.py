@@ -17,6 +17,7 @@ from qinductor.patterns.code_products import CodeProduct
 from qinductor.patterns.dequantised import POWERS, Making, dequantised, has_codes
 from qinductor.patterns.epilogues import PROBES, Epilogue, Factor, Roles
 from qinductor.patterns.products import check_factors, check_other_users, is_quantized, sides
+from qinductor.patterns.zero_points import tensor_of
 from qinductor.regions import Scope, aten, behind
 
 PLACES: dict[Any, int | None] = {aten.mm.default: None, aten.addmm.default: 0}  # of the bias
@@ -35,8 +36,9 @@ def is_site(node: Node, scope: Scope) -> bool:
     return has_codes(left) and is_quantized(right, scope)
 
 
-def product_of(node: Node, scope: Scope) -> CodeProduct:
-    """The product on the codes of x, or Refused."""
+def product_of(node: Node, scope: Scope, made: list[Node]) -> CodeProduct:
+    """The product on the codes of x, or Refused. `made` gains the tensors that are put into the
+    graph for numbers."""
     left, right = sides(node)
     at = PLACES[node.target]
     bias = None if at is None else node.args[at]
@@ -48,10 +50,13 @@ def product_of(node: Node, scope: Scope) -> CodeProduct:
     check_other_users(node, order, right.meta["val"].numel())
     scales: tuple[Factor, ...] = ()
     if x.scale is not None:
-        constant = not behind(x.scale, scope)[1]
-        scales = (Factor(x.scale, "row" if x.making.group else "one", constant),)
+        scale = tensor_of(x.scale, FP32, node, made)
+        constant = not behind(scale, scope)[1]
+        scales = (Factor(scale, "row" if x.making.group else "one", constant),)
     start = Epilogue(node, scales, bias, inside=len(scales), last=node)
-    return CodeProduct(x.codes, right, start, x.making.group if scales else None, x=x)
+    zero = None if x.zero is None else tensor_of(x.zero, torch.int32, node, made)
+    group = x.making.group if scales else None
+    return CodeProduct(x.codes, right, start, group, x=x, zero=zero, zeros=x.making.zeros)
 
 
 def on_codes(weight: QuantizedWeight) -> QuantizedWeight:
@@ -136,7 +141,7 @@ class Site:
 
     def _errors(self, making: Making, operands: Operands, weight: QuantizedWeight) -> Errors:
         k, device = self.contract.weight.k, weight.codes.device
-        codes, scale, x = (t.to(device) for t in making.probes(k))
+        codes, scale, x, *zero = (t.to(device) for t in making.probes(k))
         if self.activation is not None:
             low, high = POWERS
             rows = PROBES if self.contract.group else 1
@@ -148,7 +153,8 @@ class Site:
             bias = None if operands.bias is None else operands.bias[start : start + count]
             part = Operands(operands.weight.rows(start, count), bias)
             form = dataclasses.replace(self.contract, weight=part.weight.format)
-            ours = reference(form, codes, scale if form.group else scale.reshape(1), part)
+            s = scale if form.group else scale.reshape(1)
+            ours = reference(form, codes, s, part, *(z.expand_as(s) for z in zero))
             parts.append((ours, *self._graphs(x, dequantize(w), scale, part)))
         result, eager, exact = (torch.cat(values, 1) for values in zip(*parts, strict=True))
         return errors(result, eager, exact)

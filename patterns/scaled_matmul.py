@@ -34,6 +34,7 @@ from qinductor.patterns.products import sides
 from qinductor.patterns.requantised import on_codes
 from qinductor.patterns.siblings import Proved, Siblings
 from qinductor.patterns.weight_formats.reading import WEIGHTS
+from qinductor.patterns.zero_points import check_sums, stored
 from qinductor.regions import FLOATS, PRODUCTS, Axes, Region, Scope, behind, describe, extract
 
 LARGEST = 1 << 30  # sum that an epilogue is tried on
@@ -47,17 +48,19 @@ class Parts:
     scale   of the product
     blocks  (bn, bk) of the weight that share an entry of that scale
     bias    of the product
+    sums    of the weight's codes, where zero points of x multiply them
     """
 
     weight: Region
     scale: Region | None
     blocks: tuple[int, int]
     bias: Region | None
+    sums: Region | None
 
     @property
     def regions(self) -> list[Region]:
         """Those that are there."""
-        return [r for r in (self.weight, self.scale, self.bias) if r is not None]
+        return [r for r in (self.weight, self.scale, self.sums, self.bias) if r is not None]
 
     def read(
         self, tensors: Sequence[torch.Tensor], freed: Sequence[Any] | None = None
@@ -90,6 +93,10 @@ class Parts:
                 weight.format, bn=bn, bk=bk, arithmetic="q*s", scale=scale.dtype
             )
             weight = QuantizedWeight(form, weight.codes, scale.contiguous())
+        if self.sums is not None:
+            end = start + len(self.sums.leaves)
+            check_sums(self.sums(tensors[start:end]), weight.codes)
+            start = end
         bias = None if self.bias is None else self.bias(tensors[start:]).reshape(-1).clone()
         return Operands(weight, bias)
 
@@ -128,19 +135,36 @@ class ScaledMatmulPattern:
 
     def _proved(self, node: Node, scope: Scope) -> Proved:
         """What one product was proved to be, or Refused."""
-        of_codes = node.target in code_products.ANCHORS
-        product = (code_products if of_codes else requantised).product_of(node, scope)
+        made: list[Node] = []
+        try:
+            if node.target in code_products.ANCHORS:
+                product = code_products.product_of(node, scope)
+            else:
+                product = requantised.product_of(node, scope, made)
+            return self._of(node, product, scope)
+        except Refused:
+            for literal in made:
+                node.graph.erase_node(literal)
+            raise
+
+    def _of(self, node: Node, product: CodeProduct, scope: Scope) -> Proved:
         check_codes(product)
         weight = _region("weight", product.weight, Axes(1, 0), scope)
         if product.grid is not None:
             check_constant("weight's scale", *behind(product.grid.node, scope), scope)
         epilogue, found = _scaling(product, scope)
+        if epilogue.shift is not None:
+            rows = epilogue.shift.zero.kind == "row"
+            zero = stored(epilogue.shift.zero.node)
+            product = dataclasses.replace(product, zero=zero, zeros=product.sizes[1] * rows)
         parts = _parts(product, weight, epilogue, found, scope)
         values = [scope.value(leaf) for region in parts.regions for leaf in region.leaves]
         freed = scope.known(weight)
         read_as, evaluations = parts.read(values, freed)
         operands = parts.operands(read_as, values)
         contract = _contract(product, epilogue, found, operands)
+        if product.zeros and product.zeros != contract.group:
+            raise Refused(f"x must have a zero point for each scale; {contract.summary}")
         site = requantised.Site.of(product, epilogue, found, contract, self.near)
         site.check(operands, read_as)
 
@@ -156,14 +180,14 @@ class ScaledMatmulPattern:
         return Proved(
             product=node,
             value=epilogue.last,
-            inputs=(product.a, found.activation.node),
+            inputs=tuple(filter(None, (product.a, found.activation.node, product.zero))),
             regions=parts.regions,
             contract=contract,
             operands=(operands,),
             evaluations=evaluations,
             read=read,
             m=product.rows,
-            operator=SCALED_MATMUL.name,
+            operator=SCALED_MATMUL.name + "_zero" * (contract.zero is not None),
             text=site.text,
             alone=freed is not None,
             views=_views(product, epilogue, found, contract),
@@ -203,7 +227,7 @@ def _parts(
     grid = product.grid
     if grid is None and found.weight is not None:
         grid = Grid(found.weight.node, 1 if found.weight.kind == "column" else n, k)
-    scale = bias = None
+    scale = bias = sums = None
     if grid is not None:
         scale = _region("weight's scale", grid.node, grid.axes or Axes(0), scope)
     if epilogue.bias is not None:
@@ -211,10 +235,12 @@ def _parts(
         if shape[-1:] != (n,) or epilogue.bias.meta["val"].numel() != n:
             raise Refused(f"the bias must have shape [{n}]; it is {describe(epilogue.bias)}")
         bias = _region("bias", epilogue.bias, Axes(0), scope)
+    if epilogue.shift is not None:
+        sums = _region("sums of the weight's codes", epilogue.shift.sums.node, Axes(0), scope)
     device = product.a.meta["val"].device
     if weight.device != device:
         raise Refused(f"weight and x must be on one device; {weight.device} and {device}")
-    return Parts(weight, scale, (n, k) if grid is None else (grid.bn, grid.bk), bias)
+    return Parts(weight, scale, (n, k) if grid is None else (grid.bn, grid.bk), bias, sums)
 
 
 def _region(what: str, node: Node, axes: Axes, scope: Scope) -> Region:
@@ -242,6 +268,7 @@ def _contract(
         out=epilogue.last.meta["val"].dtype,
         bias=None if operands.bias is None else operands.bias.dtype,
         fast=product.fast,
+        zero=None if product.zero is None else product.zero.meta["val"].dtype,
     )
 
 
@@ -250,9 +277,13 @@ def _views(
 ) -> tuple[Sequence[int | Node] | None, ...]:
     """How codes, scale and result are to be viewed."""
     k = contract.weight.k
-    scale = found.activation.node.meta["val"].shape
-    wanted = [-1, -(-k // contract.group)] if contract.group else [1]
-    fits = len(scale) == len(wanted) and known(scale[-1], wanted[-1])
     flat = product.a.meta["val"].dim() == 2 and known(product.a.meta["val"].shape[1], k)
     same = epilogue.last.meta["val"].dim() == 2
-    return None if flat else [-1, k], None if fits else wanted, None if same else epilogue.sizes
+    scales = []
+    for node in filter(None, (found.activation.node, product.zero)):
+        shape = node.meta["val"].shape
+        one = node is product.zero and all(known(1, size) for size in shape)
+        wanted = [-1, -(-k // contract.group)] if contract.group and not one else [1]
+        fits = len(shape) == len(wanted) and known(shape[-1], wanted[-1])
+        scales.append(None if fits else wanted)
+    return None if flat else [-1, k], *scales, None if same else epilogue.sizes

@@ -307,7 +307,7 @@ class Weight:
 
 
 class ScaledWeight(Weight):
-    """The same for products of codes: x is [codes, scale]."""
+    """The same for products of codes: x is [codes, scale, (zero)]."""
 
     def made(self) -> Any:
         return moved(scaled.Case("", 1, self.contract).make()[2], self.device)
@@ -315,7 +315,7 @@ class ScaledWeight(Weight):
     def x(self, m: int, seed: int = 0) -> Any:
         a, scale = scaled.activation(self.contract, m, seed)
         scale = scale.t().contiguous().t()  # as quantisers write groups for matrix products
-        return [a.to(self.device), scale.to(self.device)]
+        return [t.to(self.device) for t in (a, scale, *scaled.zeros(self.contract, m, seed))]
 
     def dense(self, m: int) -> tuple[torch.Tensor, torch.Tensor]:
         n, k = self.contract.weight.n, self.contract.weight.k
@@ -324,9 +324,10 @@ class ScaledWeight(Weight):
 
     def judge(self, ours: torch.Tensor, xs: Sequence[Any], rows: torch.Tensor) -> None:
         contract, eager, wide = self.contract, [], []
-        for a, scale in xs:
+        for a, *held in xs:
             a = a.view(torch.uint8)[rows].view(a.dtype)
-            given = contract, a, scale[rows] if contract.group else scale, self.source
+            scale, *zero = (t[rows] if contract.group else t for t in held)
+            given = contract, a, scale, self.source, *zero
             eager.append(scaled.eager(*given))
             x, w = scaled.wide(*given)
             wide.append(x)

@@ -7,8 +7,10 @@ from unittest import mock
 import torch
 from models import BF16, FP32, Holder, Random
 
+import qinductor
 from qinductor.kernels.scaled_matmul import SCALED_MATMUL, Reference
 
+qinductor.load()
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 N, K = 256, 256
 

@@ -46,19 +46,22 @@ def packed(plan: Plan, contract: ScaledMatmul, source: Operands) -> list[torch.T
 
 def call(
     a: torch.Tensor, scale: torch.Tensor, tensors: Sequence[torch.Tensor], contract: ScaledMatmul,
-    plan: Plan,
+    plan: Plan, *zero: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
     """The operator as a compiled graph calls it."""
+    texts = list(tensors), str(contract), str(plan)
+    if zero:
+        return torch.ops.qinductor.scaled_matmul_zero(a, scale, *zero, *texts)
     return torch.ops.qinductor.scaled_matmul(a, scale, list(tensors), str(contract), str(plan))
 
 
 def hold(
     contract: ScaledMatmul, ours: torch.Tensor, a: torch.Tensor, scale: torch.Tensor,
-    source: Operands,
+    source: Operands, *zero: torch.Tensor,
 ) -> None:  # fmt: skip
     """Our product to the oracle."""
-    x, y = wide(contract, a, scale, source)
-    product_oracle(ours, eager(contract, a, scale, source), x, y, source.bias)
+    x, y = wide(contract, a, scale, source, *zero)
+    product_oracle(ours, eager(contract, a, scale, source, *zero), x, y, source.bias)
 
 
 def check(out: torch.Tensor, contract: ScaledMatmul, m: int) -> None:

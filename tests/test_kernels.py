@@ -660,9 +660,9 @@ SAMPLES = list(samples())
 
 # Operators whose samples are in test_scaled_matmul.py, test_quantize_triton.py and test_sgl_*.py.
 ELSEWHERE = {
-    "scaled_matmul", "quantize", "sgl_per_token_group_quant_8bit", "sgl_per_tensor_quant_fp8",
-    "sgl_per_token_quant_fp8", "fp8_scaled_mm", "int8_scaled_mm", "fp8_blockwise_scaled_mm",
-    "bmm_fp8", "bmm_fp8.out", "fp8_gemm_nt",
+    "scaled_matmul", "scaled_matmul_zero", "quantize", "sgl_per_token_group_quant_8bit",
+    "sgl_per_tensor_quant_fp8", "sgl_per_token_quant_fp8", "fp8_scaled_mm", "int8_scaled_mm",
+    "fp8_blockwise_scaled_mm", "bmm_fp8", "bmm_fp8.out", "fp8_gemm_nt",
 }  # fmt: skip
 
 

@@ -700,7 +700,16 @@ def test_few_runs_are_enough(name, symbolic):
         for t in x:
             torch._dynamo.mark_dynamic(t, 0)
     report, _ = sites(function, *x)
-    assert len(report.sites) == 1 and report.lowered == 1, report
+    assert len(report.sites) == 1 and report.lowered == 1, str(report)
+
+
+def test_a_contract_of_one_device_is_not_taken_for_another_s():
+    """CUDA multiplies by 1 / 448 where a CPU divides."""
+    for inverse, target in ((True, "sm_90"), (False, "cpu"), (True, "sm_90")):
+        with provided():
+            found = rewritten(lambda: Of(by_token), rows(1), target=target)
+        assert found.report.lowered == 1, str(found.report)
+        assert ("inverse=True" in str(found.after)) == inverse
 
 
 def test_switched_off():

@@ -87,7 +87,8 @@ class Function:
         return [env[node] for node in self.outputs]
 
     def text(self) -> str:
-        """Equal for two functions that run the same operators on values of the same kind."""
+        """Equal for two functions that run the same operators on values of the same kind, on the
+        same kind of device, whose arithmetic may be its own."""
         index = {node: i for i, node in enumerate((*self.inputs, *self.given, *self.nodes))}
 
         def show(value: Any) -> str:
@@ -99,7 +100,8 @@ class Function:
             ours = node in self.inputs or node in self.given
             what = "" if ours or node in self.constants else f"{node.target} {arguments}"
             lines.append(f"{what} {describe(node)} {digest(self.constants.get(node))}")
-        return "\n".join([*lines, *(str(index[node]) for node in self.outputs)])
+        device = self.outputs[0].meta["val"].device.type
+        return "\n".join([device, *lines, *(str(index[node]) for node in self.outputs)])
 
 
 def function(
