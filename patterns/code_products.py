@@ -12,7 +12,8 @@ from qinductor.contracts import FLOAT_CODES, QuantizedWeight, WeightFormat, shor
 from qinductor.errors import Refused
 from qinductor.patterns.dequantised import Dequantised
 from qinductor.patterns.epilogues import Epilogue, Factor, known
-from qinductor.regions import Axes, Region, Scope, aten, behind, describe
+from qinductor.patterns.inserted import after
+from qinductor.regions import Axes, Region, Scope, aten, behind, describe, prims
 
 FP32 = torch.float32
 CODES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
@@ -58,6 +59,20 @@ class CodeProduct:
     x: Dequantised | None = None
     zero: Node | None = None
     zeros: int = 0
+
+    @property
+    def codes(self) -> torch.dtype:
+        """Of the codes of x: `a` holds these, or floats that are the same numbers."""
+        found: torch.dtype = self.a.meta["val"].dtype
+        return found if self.x is None else self.x.making.codes
+
+    def cast(self) -> Node:
+        """What holds the codes in their dtype: `a`, or a cast of it, one for all products of it,
+        which is put into the graph."""
+        value = self.a.meta["val"]
+        if value.dtype == self.codes:
+            return self.a
+        return after(self.a, prims.convert_element_type.default, self.codes)
 
     @property
     def rows(self) -> int | None:
@@ -189,13 +204,12 @@ def _product(
 
 def check_codes(product: CodeProduct) -> None:
     """Refused if codes are of no dtype that the contract has, or x's lie in columns."""
-    weight = product.weight if product.x is None else None
+    weight = product.weight.meta["val"].dtype if product.x is None else None
     of_x = CODES if product.zero is None else (*CODES, torch.uint8)
-    for what, node, taken in (("x", product.a, of_x), ("the weight", weight, CODES)):
-        if node is not None and node.meta["val"].dtype not in taken:
+    for what, dtype, taken in (("x", product.codes, of_x), ("the weight", weight, CODES)):
+        if dtype is not None and dtype not in taken:
             raise Refused(
-                f"codes of {what} must be {', '.join(map(short, taken))}; they are "
-                f"{short(node.meta['val'].dtype)}"
+                f"codes of {what} must be {', '.join(map(short, taken))}; they are {short(dtype)}"
             )
     value = product.a.meta["val"]
     if not known(value.shape[-1], 1) and not known(value.stride(-1), 1):

@@ -30,13 +30,13 @@ from qinductor.patterns.products import (
     Product,
     check_factors,
     check_other_users,
-    holds_codes,
     is_quantized,
     product_of,
     rows_of,
     sides,
 )
 from qinductor.patterns.siblings import Proved, Siblings
+from qinductor.patterns.spelled import spell_out
 from qinductor.patterns.weight_formats.reading import WEIGHTS
 from qinductor.regions import (
     FLOATS,
@@ -47,7 +47,6 @@ from qinductor.regions import (
     Scope,
     aten,
     behind,
-    describe,
     extract,
 )
 
@@ -101,6 +100,7 @@ class DequantMatmulPattern:
 
     def candidates(self, graph: Graph, scope: Scope) -> Iterator[Node]:
         """Products one operand of which is made from stored codes, or quantised in place."""
+        spell_out(graph)
         for node in graph.nodes:
             if self._is_site(node, scope):
                 yield node
@@ -178,9 +178,6 @@ def _parts(product: Product, scope: Scope) -> tuple[Parts, tuple[tuple[Node, Nod
         )
     region = extract(weight, order, scope, product.axes)
     elements = weight.meta["val"].numel()
-    if not any(n.op != "call_function" and holds_codes(n, elements) for n in order):
-        held = ", ".join(describe(n) for n in order if n.op == "placeholder")
-        raise Refused(f"the weight is stored as {held} and quantised in every call: no codes")
     value = x.meta["val"]
     if value.dtype not in FLOATS:
         raise Refused(f"x must be bf16, fp16 or fp32; it is {short(value.dtype)}")

@@ -3,6 +3,8 @@
     codes -> cast -> [- zero] -> [view] -> * scale -> [view] -> x[M, K]
     codes, scale, zero -> an operator of a library's -> x[M, K]
 
+Codes are of 8 bits, or floats that are whole numbers of 8 bits: what was quantised in floats.
+
 Followed from x to the codes, and run on probes: x must be (codes - zero) * scale to within its
 roundings. Scale and zero may be tensors or numbers.
 """
@@ -16,8 +18,10 @@ import torch
 from torch.fx import Node
 
 from qinductor.errors import Refused
-from qinductor.patterns.chains import Side, Step, rounding, run
+from qinductor.patterns.chains import VALUE, Side, Step, rounding, run
 from qinductor.patterns.epilogues import NEAR, PROBES, known
+from qinductor.patterns.inserted import after
+from qinductor.patterns.whole import BYTE, code_dtype, span
 from qinductor.patterns.zero_points import ROUNDED, Given, dequantiser, stored
 from qinductor.regions import (
     FLOAT8,
@@ -36,7 +40,8 @@ from qinductor.regions import (
 STORED = (torch.int8, torch.uint8, *FLOAT8)  # dtypes that x may be made from
 LARGEST = {torch.int8: 127.0, torch.uint8: 127.0}  # code that is tried; of float8, its largest one
 FAR = 8  # rows that have zero points out of the range of codes, where a dtype has such
-SIDED = (aten.mul.Tensor, aten.sub.Tensor, aten.add.Tensor)
+SCALINGS = (aten.mul.Tensor, aten.div.Tensor)
+SIDED = (*SCALINGS, aten.sub.Tensor, aten.add.Tensor)
 WHOLE = (*INTEGER, torch.float8_e8m0fnu)
 # Powers of two between which scales are tried: as large as each other, so that none outweighs all.
 POWERS = (-5, -4)
@@ -55,6 +60,7 @@ class Making:
     zero   what is subtracted from the codes, if anything is
     zeros  elements along k that share a zero point; 0: there is one
     far    whether one may be out of the range of the codes
+    under  whether the codes are divided by `scale`: then it is 1 / scale
     """
 
     codes: torch.dtype
@@ -65,6 +71,7 @@ class Making:
     zero: Side | float | None = None
     zeros: int = 0
     far: bool = False
+    under: bool = False
 
     def probes(self, k: int) -> tuple[torch.Tensor, ...]:
         """(codes[m, k], scale[m, k / group] or [1], x[m, k] of them) and, if there are any, zero
@@ -81,8 +88,9 @@ class Making:
         zero = self._zeros(PROBES if self.zeros else 1, k)
         if group == k:  # an operator may want the graph's number of axes
             codes, scale, zero = codes.squeeze(1), scale.squeeze(1), zero.squeeze(1)
-        scale, zero = _given(self.scale, scale, 1), _given(self.zero, zero, 0)
-        sides = ((self.scale, scale), (self.zero, zero))
+        held = _given(self.scale, scale.reciprocal() if self.under else scale, 1)
+        scale, zero = held.float().reciprocal() if self.under else held, _given(self.zero, zero, 0)
+        sides = ((self.scale, held), (self.zero, zero))
         given = {side: value for side, value in sides if isinstance(side, Side)}
         try:
             x = run(self.steps, codes, given)
@@ -126,17 +134,27 @@ def _given(of: Side | float | None, probe: torch.Tensor, otherwise: float) -> to
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Dequantised:
-    """The codes that x is made of, their scale and zero point if there are any, and how."""
+    """The codes that x is made of, what scales them and their zero point if there are any, and
+    how."""
 
     codes: Node
-    scale: Given
+    side: Given
     making: Making
     zero: Given = None
+
+    def scale(self) -> Given:
+        """The scale; that of codes which are divided is put into the graph."""
+        if not self.making.under or self.side is None:
+            return self.side
+        if not isinstance(self.side, Node):
+            return 1 / self.side
+        wide = after(self.side, prims.convert_element_type.default, torch.float32)
+        return after(wide, aten.reciprocal.default)
 
 
 def has_codes(x: Node) -> bool:
     """Whether x is made from codes by casts, views and products alone."""
-    return any(node.meta["val"].dtype in STORED for node, _ in _path(x))
+    return any(node.meta["val"].dtype in STORED or _is_whole(node) for node, _ in _path(x))
 
 
 def dequantised(x: Node, k: int, scope: Scope) -> Dequantised:
@@ -145,8 +163,12 @@ def dequantised(x: Node, k: int, scope: Scope) -> Dequantised:
     found, steps = _Sides(m, k), list[Step]()
     path = _path(x)
     for (node, side), (inner, _) in zip(path, [*path[1:], path[-1]], strict=True):
-        if node.meta["val"].dtype in STORED:
-            return found.made(node, tuple(reversed(steps)), scope)
+        codes = code_dtype(node, STORED, {}) if node is path[-1][0] else None
+        dtype = node.meta["val"].dtype
+        if codes is not None:
+            if codes != dtype:
+                steps.append(Step(prims.convert_element_type.default, (VALUE, dtype), dtype))
+            return found.made(node, codes, tuple(reversed(steps)), scope)
         whole = dequantiser(node)
         if node.target not in VIEWS:
             step = Step.of(node, inner)
@@ -159,10 +181,17 @@ def dequantised(x: Node, k: int, scope: Scope) -> Dequantised:
                 steps.pop()  # which changes nothing
             else:
                 found.shifted(side, node)
-        elif node.target is aten.mul.Tensor:
+        elif node.target in SCALINGS:
             found.scaled(side, node)
         elif node.target is aten.add.Tensor:
             raise Refused(f"x must be codes less their zero points; {_show(side)} is added to them")
+    last = path[-1][0]
+    if _is_whole(last):
+        of = span(last, {})
+        raise Refused(
+            f"codes of x must be from {BYTE[0]:g} to {BYTE[1]:g}; {last.name} ({last.target}) "
+            f"makes whole numbers from {of.low:g} to {of.high:g}"
+        )
     raise Refused(f"x must be made of codes; {describe(x)} is not")
 
 
@@ -176,15 +205,14 @@ class _Sides:
     group: int = 0
     zero: Given = None
     zeros: int = 0
+    under: bool = False
 
     def scaled(self, side: Given, node: Node) -> None:
         if self.zero is not None:
             raise Refused(f"x must be scaled after {_show(self.zero)} is subtracted from its codes")
         if self.scale is not None:
-            raise Refused(
-                f"x must be scaled once; {_show(self.scale)} and {_show(side)} multiply it"
-            )
-        self.scale = side
+            raise Refused(f"x must be scaled once; {_show(self.scale)} and {_show(side)} scale it")
+        self.scale, self.under = side, node.target is aten.div.Tensor
         if isinstance(side, Node):
             self.group = _group(side, node.meta["val"].shape, self.m, self.k, "scale")
 
@@ -199,9 +227,11 @@ class _Sides:
         elif side is not None and not float(side).is_integer():
             raise Refused(f"zero points of x must be whole numbers; {side} is subtracted")
 
-    def made(self, codes: Node, steps: tuple[Step, ...], scope: Scope) -> Dequantised:
+    def made(
+        self, codes: Node, dtype: torch.dtype, steps: tuple[Step, ...], scope: Scope
+    ) -> Dequantised:
         """All of it. Refused if zero points are not those of the scales, or no whole numbers."""
-        dtype, scale, zero = codes.meta["val"].dtype, self.scale, self.zero
+        scale, zero = self.scale, self.zero
         if zero is None and dtype is torch.uint8:
             zero = 0
         if zero is not None and dtype in FLOAT8:
@@ -217,7 +247,9 @@ class _Sides:
         power = isinstance(scale, Node) and _is_power(scale, scope)
         sides = [Side.of(side) if isinstance(side, Node) else side for side in (scale, zero)]
         far = isinstance(held, Node) and held.meta["val"].dtype is not dtype
-        making = Making(dtype, sides[0], self.group, power, steps, sides[1], self.zeros, far)
+        making = Making(
+            dtype, sides[0], self.group, power, steps, sides[1], self.zeros, far, self.under
+        )
         return Dequantised(codes, scale, making, held)
 
 
@@ -226,18 +258,24 @@ def _show(side: Given) -> str:
 
 
 def _path(x: Node) -> list[tuple[Node, Given]]:
-    """The nodes from x to its codes, each with the other operand of what it does."""
+    """The nodes from x to its codes, each with the other operand of what it does: to codes of 8
+    bits, else to the first floats that are such numbers."""
     found: list[tuple[Node, Given]] = []
-    value = x
-    while True:
-        if not isinstance(value.meta.get("val"), torch.Tensor):
-            return found
+    value: Node | None = x
+    while value is not None and isinstance(value.meta.get("val"), torch.Tensor):
         inner, side = _step(value)
-        codes = value.op == "call_function" and value.meta["val"].dtype in STORED
         found.append((value, side))
-        if inner is None or codes:
+        if value.op == "call_function" and value.meta["val"].dtype in STORED:
             return found
         value = inner
+    for i, (value, _) in enumerate(found):
+        if code_dtype(value, STORED, {}) is not None:
+            return found[: i + 1]
+    return found
+
+
+def _is_whole(node: Node) -> bool:
+    return node.op == "call_function" and span(node, {}).whole
 
 
 def _step(node: Node) -> tuple[Node | None, Given]:
@@ -258,8 +296,8 @@ def _step(node: Node) -> tuple[Node | None, Given]:
         return (args[0], number) if plain else (None, None)  # type: ignore[return-value]
     shape = node.meta["val"].shape
     whole_sized = [a for a in args if _same(a.meta["val"].shape, shape)]
-    first = whole_sized[:1] == args[:1]
-    if len(whole_sized) != 1 or (node.target is aten.sub.Tensor and not first):
+    first, turns = whole_sized[:1] == args[:1], node.target in (aten.mul.Tensor, aten.add.Tensor)
+    if len(whole_sized) != 1 or not (first or turns):
         return None, None
     return whole_sized[0], next(a for a in args if a is not whole_sized[0])
 

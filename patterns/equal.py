@@ -50,9 +50,15 @@ class Equal:
             user
             for user in users
             if user.target == node.target
-            and self.writes.get(user) == self.writes[node]
+            and self._writes(user) == self._writes(node)
             and _text(user, names) == text
         )
+
+    def _writes(self, node: Node) -> int | None:
+        """Writes before a node, or before what one that was put in since is made of."""
+        while node not in self.writes and node.all_input_nodes:
+            node = node.all_input_nodes[0]
+        return self.writes.get(node)
 
 
 def origin(x: Node) -> Node:

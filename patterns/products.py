@@ -9,8 +9,8 @@ import torch
 from torch.fx import Node
 
 from qinductor.errors import Refused
+from qinductor.patterns.weight_formats.inner import codes_within
 from qinductor.regions import (
-    CASTS,
     CODED,
     FLOAT8,
     MOVES,
@@ -79,17 +79,12 @@ def is_quantized(side: Node, scope: Scope) -> bool:
         return False
     value = (_unexpanded(side) or side).meta["val"]
     elements = math.prod(size for size in value.shape if isinstance(size, int))
-    codes = [n for n in order if n.op != "call_function" and holds_codes(n, elements)]
+    codes = [n for n in order if n.op != "call_function" and _holds_codes(n, elements)]
     sized = [n for n in order if n in scope.leaves and _has_codes_dtype(n)]
     tensors = [n for n in varying if isinstance(n.meta.get("val"), torch.Tensor)]
     symbolic = any(isinstance(size, torch.SymInt) for size in value.shape)
     if not tensors:
-        rounded = any(
-            n.op == "call_function" and n.target in CASTS
-            and n.meta["val"].dtype in (*FLOAT8, torch.int8, torch.uint8)
-            and n.meta["val"].numel() == elements
-            for n in order
-        )  # fmt: skip
+        rounded = not codes and codes_within(order, elements, {})
         return bool(codes or rounded or (symbolic and sized))
     computed = any(n.target in PRODUCTS | LOOKUPS for n in order)
     return bool(codes) and not computed and not symbolic
@@ -100,7 +95,7 @@ def _has_codes_dtype(node: Node) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype in CODED
 
 
-def holds_codes(node: Node, elements: int) -> bool:
+def _holds_codes(node: Node, elements: int) -> bool:
     """Whether the tensor has at least a bit for each element."""
     if not _has_codes_dtype(node):
         return False

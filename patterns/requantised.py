@@ -1,6 +1,7 @@
 """Products of two operands that are dequantised from codes: what they are on the codes alone."""
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from qinductor.contracts import FLOAT_CODES, QuantizedWeight, dequantize
+from qinductor.contracts import FLOAT_CODES, QuantizedWeight, code_range, dequantize
 from qinductor.errors import Refused
 from qinductor.kernels.scaled_matmul import Operands, ScaledMatmul, reference
 from qinductor.oracle import LARGEST, Errors, errors
@@ -16,8 +17,8 @@ from qinductor.patterns.chains import Side, Step, run
 from qinductor.patterns.code_products import CodeProduct
 from qinductor.patterns.dequantised import POWERS, Making, dequantised, has_codes
 from qinductor.patterns.epilogues import PROBES, Epilogue, Factor, Roles
+from qinductor.patterns.inserted import tensor_of
 from qinductor.patterns.products import check_factors, check_other_users, is_quantized, sides
-from qinductor.patterns.zero_points import tensor_of
 from qinductor.regions import Scope, aten, behind
 
 PLACES: dict[Any, int | None] = {aten.mm.default: None, aten.addmm.default: 0}  # of the bias
@@ -36,9 +37,8 @@ def is_site(node: Node, scope: Scope) -> bool:
     return has_codes(left) and is_quantized(right, scope)
 
 
-def product_of(node: Node, scope: Scope, made: list[Node]) -> CodeProduct:
-    """The product on the codes of x, or Refused. `made` gains the tensors that are put into the
-    graph for numbers."""
+def product_of(node: Node, scope: Scope) -> CodeProduct:
+    """The product on the codes of x, or Refused. Tensors are put into the graph for numbers."""
     left, right = sides(node)
     at = PLACES[node.target]
     bias = None if at is None else node.args[at]
@@ -49,27 +49,42 @@ def product_of(node: Node, scope: Scope, made: list[Node]) -> CodeProduct:
     order, _ = behind(right, scope)
     check_other_users(node, order, right.meta["val"].numel())
     scales: tuple[Factor, ...] = ()
-    if x.scale is not None:
-        scale = tensor_of(x.scale, FP32, node, made)
+    scale = x.scale()
+    if scale is not None:
+        scale = tensor_of(scale, FP32, node)
         constant = not behind(scale, scope)[1]
         scales = (Factor(scale, "row" if x.making.group else "one", constant),)
     start = Epilogue(node, scales, bias, inside=len(scales), last=node)
-    zero = None if x.zero is None else tensor_of(x.zero, torch.int32, node, made)
+    zero = None if x.zero is None else tensor_of(x.zero, torch.int32, node)
     group = x.making.group if scales else None
     return CodeProduct(x.codes, right, start, group, x=x, zero=zero, zeros=x.making.zeros)
 
 
 def on_codes(weight: QuantizedWeight) -> QuantizedWeight:
     """The weight as a product of codes has it: not rounded. Refused if there is none."""
-    form = weight.format
-    codes = form.codes in FLOAT_CODES or form.codes in ("int8", "int4")
-    if not codes or form.arithmetic not in ("q", "q*s") or form.permuted:
+    form, codes, scale = weight.format, weight.codes, weight.scale
+    name = form.codes if form.codes in FLOAT_CODES else _widened(form.codes)
+    if name is None or form.arithmetic not in ("q", "q*s", "q/s") or form.permuted:
         raise Refused(
-            f"the weight must be int8, int4 or float8 codes, times a scale of blocks in order; it "
-            f"is {form.codes} {form.granularity} {form.arithmetic}{' permuted' * form.permuted}"
+            "the weight must be integers from -128 to 127 or float8 codes, times a scale of blocks "
+            f"in order; it is {form.codes} {form.granularity} {form.arithmetic}"
+            f"{' permuted' * form.permuted}"
         )
-    form = dataclasses.replace(form, inner=FP32, compute=FP32, dtype=FP32)
-    return dataclasses.replace(weight, format=form)
+    if form.arithmetic == "q/s":
+        assert scale is not None
+        scale = scale.float().reciprocal()
+    form = dataclasses.replace(
+        form, codes=name, arithmetic=form.arithmetic.replace("/", "*"), inner=FP32, compute=FP32,
+        dtype=FP32, scale=None if scale is None else scale.dtype,
+    )  # fmt: skip
+    codes = codes.to(torch.int8) if codes.dtype == torch.uint8 else codes
+    return dataclasses.replace(weight, format=form, codes=codes, scale=scale)
+
+
+def _widened(codes: str) -> str | None:
+    """The type of codes that products take and that holds these; None if none does."""
+    low, high = code_range(codes) or (0, math.inf)
+    return next((n for n, end in (("int4", 8), ("int8", 128)) if -end <= low and high < end), None)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,9 +30,12 @@ from qinductor.patterns import code_products, requantised
 from qinductor.patterns.code_products import CODES, CodeProduct, Grid, check_codes, codes_of
 from qinductor.patterns.constants import check_constant, check_format
 from qinductor.patterns.epilogues import Epilogue, Roles, epilogues, known, prove, roles
+from qinductor.patterns.inserted import sweep
+from qinductor.patterns.lost import LOST
 from qinductor.patterns.products import sides
 from qinductor.patterns.requantised import on_codes
 from qinductor.patterns.siblings import Proved, Siblings
+from qinductor.patterns.spelled import spell_out
 from qinductor.patterns.weight_formats.reading import WEIGHTS
 from qinductor.patterns.zero_points import check_sums, stored
 from qinductor.regions import FLOATS, PRODUCTS, Axes, Region, Scope, behind, describe, extract
@@ -112,18 +115,23 @@ class ScaledMatmulPattern:
 
     def candidates(self, graph: Graph, scope: Scope) -> Iterator[Node]:
         """Products of codes, and those of two operands that are dequantised."""
+        spell_out(graph)
         for node in graph.nodes:
             if self._left(node, scope) is not None:
                 yield node
 
     def lower(self, node: Node, scope: Scope, planner: Planner) -> Lowering:
         """The lowering of one product, or Refused."""
-        return Siblings(
-            SCALED_MATMUL,
-            lambda node: self._proved(node, scope),
-            lambda node: self._left(node, scope),
-            planner,
-        )(node)
+        try:
+            return Siblings(
+                SCALED_MATMUL,
+                lambda node: self._proved(node, scope),
+                lambda node: self._left(node, scope),
+                planner,
+            )(node)
+        except Refused:
+            sweep(node.graph)
+            raise
 
     def _left(self, node: Node, scope: Scope) -> Node | None:
         """The operand of a candidate that is made of x; None of what is no candidate."""
@@ -135,24 +143,15 @@ class ScaledMatmulPattern:
 
     def _proved(self, node: Node, scope: Scope) -> Proved:
         """What one product was proved to be, or Refused."""
-        made: list[Node] = []
-        try:
-            if node.target in code_products.ANCHORS:
-                product = code_products.product_of(node, scope)
-            else:
-                product = requantised.product_of(node, scope, made)
-            return self._of(node, product, scope)
-        except Refused:
-            for literal in made:
-                node.graph.erase_node(literal)
-            raise
-
-    def _of(self, node: Node, product: CodeProduct, scope: Scope) -> Proved:
+        of_codes = node.target in code_products.ANCHORS
+        product = (code_products if of_codes else requantised).product_of(node, scope)
         check_codes(product)
         weight = _region("weight", product.weight, Axes(1, 0), scope)
         if product.grid is not None:
             check_constant("weight's scale", *behind(product.grid.node, scope), scope)
         epilogue, found = _scaling(product, scope)
+        if self.near:
+            LOST.check(product, found.activation.node, scope)
         if epilogue.shift is not None:
             rows = epilogue.shift.zero.kind == "row"
             zero = stored(epilogue.shift.zero.node)
@@ -180,7 +179,7 @@ class ScaledMatmulPattern:
         return Proved(
             product=node,
             value=epilogue.last,
-            inputs=tuple(filter(None, (product.a, found.activation.node, product.zero))),
+            inputs=tuple(filter(None, (product.cast(), found.activation.node, product.zero))),
             regions=parts.regions,
             contract=contract,
             operands=(operands,),
@@ -262,7 +261,7 @@ def _contract(
         group = product.sizes[1] if rows else 0
     return ScaledMatmul(
         weight=operands.weight.format,
-        a=product.a.meta["val"].dtype,
+        a=product.codes,
         group=group,
         scale=found.activation.node.meta["val"].dtype,
         out=epilogue.last.meta["val"].dtype,

@@ -133,21 +133,6 @@ def _is_whole(end: Any) -> bool:
     return isinstance(end, (int, float)) and float(end).is_integer()
 
 
-def tensor_of(given: Node | float, dtype: torch.dtype, like: Node, made: list[Node]) -> Node:
-    """A tensor that holds a number, put in before a node, and into `made`; a tensor as it is."""
-    if isinstance(given, Node):
-        return given
-    value = like.meta["val"]
-    with like.graph.inserting_before(like):
-        node = like.graph.call_function(
-            aten.full.default, ([1], given), {"dtype": dtype, "device": value.device}
-        )
-    with value.fake_mode:
-        node.meta = {**like.meta, "val": torch.full([1], given, dtype=dtype, device=value.device)}
-    made.append(node)
-    return node
-
-
 def check_sums(found: torch.Tensor, codes: torch.Tensor) -> None:
     """Refused unless what zero points of x multiply, a number for each row of a weight, is the sum
     of that row of its codes [N, K]. Tensors that were freed were checked before."""

@@ -343,7 +343,7 @@ OPERANDS: dict[str, tuple[Callable, str]] = {
         "^refused: the weight must be scaled once; it has a channel scale, and its product one"),
     "a weight with a zero": (
         lambda m, q, s: linear(q.float() * s, (m.i.float() - m.z.float()) * m.s.t()),
-        "^refused: the weight must be int8, int4 or float8 codes, times a scale"),
+        "^refused: the weight must be integers from -128 to 127 or float8 codes, times"),
     "alpha": (lambda m, q, s: torch.addmm(m.b, q.float() * s, weight(m).t(), alpha=2),
               "^refused: aten.addmm.default must have beta = 1 and alpha = 1"),
     "a weight that is used": (

@@ -16,6 +16,7 @@ import torch
 from torch.fx import Node
 
 from qinductor.errors import Refused
+from qinductor.patterns.weight_formats.inner import codes_within, whole_codes
 from qinductor.patterns.weight_formats.locate import (
     MoreRows,
     Parameter,
@@ -56,6 +57,8 @@ class Structure:
     zero_moves    what a zero does: "inside" (q - z), or "outside" where it is added after scaling;
                   "" where there is none
     dtypes        dtypes in which the region computes
+    unsigned      whether zeros of W may be negative, as those of codes in floats are; the format's
+                  are not, and no product differs
     evaluations   how many runs on probes this took
     """
 
@@ -66,6 +69,7 @@ class Structure:
     zero: Parameter | None
     zero_moves: str
     dtypes: tuple[torch.dtype, ...]
+    unsigned: bool
     evaluations: int
 
 
@@ -75,7 +79,9 @@ def identify(region: Region, leaves: Sequence[torch.Tensor]) -> Structure:
         (*region.inputs, *region.constants),
         key=lambda n: (n.meta["val"].dtype is torch.bool, -n.meta["val"].nbytes),  # or a mask
     )
-    found = list(dict.fromkeys(code for node in holders for code in _codes_in(node, region)))
+    inner = codes_within(region.nodes, math.prod(region.shape), region.constants)
+    stored = (code for node in holders for code in _codes_in(node, region))
+    found = list(dict.fromkeys([*stored, *inner]))
     if not found:
         raise Refused(
             f"no tensor holds codes: wanted integers or float8 with at least a bit for each of "
@@ -148,15 +154,19 @@ def _structure(reduced: Reduced, probe: Prober) -> Structure:
     dependent = descendants(region.nodes, {reduced.code})
     inner = [n for n in region.nodes if n in dependent]
     dtypes = [*(n.meta["val"].dtype for n in inner), *(torch.float32 for n in inner if _wide(n))]
+    own = whole_codes(reduced.code, region)
+    if own is not None:
+        density = math.log2(own.high - own.low + 1)
     computing = [dtype for dtype in dtypes if dtype in (torch.float64, *FLOATS)]
     return Structure(
         code=region.nodes.index(reduced.code),
         density=density,
-        reach=_reach(levels),
+        reach=_reach(levels) if own is None else (own.low, own.high),
         scales=found,
         zero=zero_parameter,
         zero_moves=moves,
         dtypes=tuple(dict.fromkeys([region.dtype, *computing])),
+        unsigned=own is not None,
         evaluations=probe.evaluations,
     )
 

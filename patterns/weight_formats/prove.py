@@ -44,18 +44,18 @@ def read(
     parameters = [*structure.scales, *([structure.zero] if structure.zero else [])]
     values = {p: p.narrowed(real[region.nodes[p.at]]) for p in parameters}
     grids = [_grids(structure, values, region, expert) for expert in range(region.experts)]
-    value = region(leaves)
+    value = _signed(region(leaves), structure)
     nearest = ""
     # Entries of a codebook are to be what they are before they are scaled: not rounded to 16 bits,
     # unless, which is tried next, the region rounds what it computes them from.
     for widen in dict.fromkeys((structure.reach is None, False)):
         try:
-            unit = region.oriented(_unit(reduced, real, structure, widen))
+            unit = _signed(region.oriented(_unit(reduced, real, structure, widen)), structure)
         except RuntimeError:  # an operator that takes equal dtypes alone
             continue
         coded = _coded(unit, real[reduced.code].dtype, structure)
         for weights in _candidates(region, structure, coded, grids):
-            nearest = _differs(weights, value)
+            nearest = _differs(weights, value, structure)
             if not nearest:
                 return weights
     raise Refused(f"the region is not bitwise equal to its nearest format, {nearest}")
@@ -75,14 +75,19 @@ def _unit(
     return evaluate(reduced.nodes, given, [reduced.region.output], widen)[0]
 
 
-def _differs(weights: Sequence[QuantizedWeight], value: torch.Tensor) -> str:
+def _signed(value: torch.Tensor, structure: Structure) -> torch.Tensor:
+    """A value with zeros as they are compared: none is negative where the codes are floats."""
+    return value + 0 if structure.unsigned else value
+
+
+def _differs(weights: Sequence[QuantizedWeight], value: torch.Tensor, structure: Structure) -> str:
     """Empty if the reference equals the region, else where it does not; a strip is tried first."""
     form = weights[0].format
     strip = min(max(STRIP // form.bn, 1) * form.bn, form.n)
     parts = [(weights[0].rows(0, strip), value[:strip])]
     parts += zip(weights, value.split(form.n), strict=True)
     for expert, (weight, part) in enumerate(parts, -1):
-        found = difference(dequantize(weight), part)
+        found = difference(_signed(dequantize(weight), structure), part)
         if found:
             which = f" expert {expert}" if len(weights) > 1 and expert > 0 else ""
             arithmetic = f"{form.arithmetic} in {form.compute}"

@@ -4,7 +4,6 @@ import torch
 from table import (
     BF16,
     DEEP,
-    FAKE,
     FP32,
     GPU,
     INTEGER,
@@ -247,7 +246,9 @@ CASES: tuple[Case, ...] = (
     lower("torchao/pt2e_x86_static_int8", pt2e, "uint8 tensor scale fp32 zero int32 x int8[",
           "channel scale fp32 -> fp32 +bias", lowered=2, casts=True,
           codes=("a quantiser must be written in torch's operators",) * 2),
-    leave("torchao/qat_fake_quant_int8_int4", FAKE, fake_quantised),
+    lower("torchao/qat_fake_quant_int8_int4", fake_quantised,
+          "bf16 x int4[128,256] group-32 scale bf16", symbolic=True, casts=True,
+          reasons=("x must have no zero point; bfloat16",)),
     leave("torchao/int4_cpu_opaque", OPAQUE, int4_for_cpu),
     leave("torchao/int4_plain_mslk", f"{OPAQUE}; {GPU}"),
     leave("torchao/int4_tile_packed_to_4d", f"{OPAQUE}; {GPU}"),
