@@ -2,8 +2,7 @@
 
 A graph that quantises in floats keeps a NaN among its codes, and so in a row of its product; in
 int8 it is a number. Its scale must then keep the row from being finite. Run on probes: wherever the
-codes of a group are NaN, so must its scale be, or infinite: whole numbers times that are infinite or
-NaN.
+codes of a group are NaN, so must its scale be, or infinite, which whole numbers times it are, too.
 """
 
 import contextlib

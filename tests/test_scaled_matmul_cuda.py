@@ -11,6 +11,7 @@ import qinductor
 from qinductor.contracts import difference
 from qinductor.kernels.scaled_matmul import SCALED_MATMUL, reference
 from qinductor.kernels.scaled_matmul_cases import (
+    ASYMMETRIC,
     BF16,
     CASES,
     E5M2,
@@ -18,8 +19,10 @@ from qinductor.kernels.scaled_matmul_cases import (
     FP16,
     FP32,
     INT8,
+    UINT8,
     Case,
     case,
+    zeros,
 )
 from qinductor.kernels.scaled_matmul_direct import scaled_product
 from qinductor.op import Op, split
@@ -41,6 +44,12 @@ LARGE = (
     case("int4", 1, 1096, 4128, 1, 32, bias=FP32),
     case("int4", 1, 1024, 4096, 1, 128, INT8),
     case("int4", 1, 1024, 4096, 1, 4096, INT8, group=0),
+)
+LARGE_ASYMMETRIC = (
+    case("int8", 1, 1024, 4096, 1, 4096, INT8, zero=INT8),
+    case("int8", 1, 1024, 4096, 1, 128, UINT8, group=128, zero=UINT8),
+    case("int4", 1, 1024, 4096, 1, 32, INT8, zero=INT8, out=FP32),
+    case("int4", 1, 1096, 4128, 1, 32, INT8, group=32, zero=INT8),
 )
 M = (1, 17, 64, 100, 300)
 CONFIGS = (
@@ -101,6 +110,26 @@ def test_products(chosen):
                     hold(contract, out, a, scale, source)
                 for tensor, old in zip(tensors, before, strict=True):
                     assert not difference(tensor, old), "a packed tensor was written to"
+
+
+@pytest.mark.parametrize("chosen", [*ASYMMETRIC, *LARGE_ASYMMETRIC], ids=lambda chosen: chosen.name)
+def test_products_with_zero_points(chosen):
+    contract = chosen.contract
+    assert routes(contract)
+    for route in routes(contract):
+        plan = only(route)
+        for m in M:
+            for data in (True, False):
+                a, scale, source = made(chosen, max(m, 1 if data else many(contract)), data, "cuda")
+                zero = [z.cuda() for z in zeros(contract, len(a))]
+                with poisoned():
+                    out = call(a, scale, packed(plan, contract, source), contract, plan, *zero)
+                check(out, contract, len(a))
+                if data:
+                    want = reference(contract, a, scale, source, *zero)
+                    assert not difference(out, want), (route, m)
+                else:
+                    hold(contract, out, a, scale, source, *zero)
 
 
 @pytest.mark.parametrize("chosen", LARGE, ids=lambda chosen: chosen.name)
