@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import torch
+
 from qinductor.kernels.dequant_matmul_triton_checks import loop
 from qinductor.kernels.scaled_matmul import FP32, ScaledMatmul
 from qinductor.kernels.scaled_matmul_cases import (
@@ -32,7 +34,7 @@ from qinductor.triton_compile import Compiled, compiled
 Check = tuple[str, Callable[[], None]]
 TYPES = {
     BF16: "bf16", FP16: "fp16", FP32: "fp32", INT8: "i8", E4M3: "fp8e4nv", E5M2: "fp8e5",
-    E8M0: "u8", INT32: "i32",
+    E8M0: "u8", UINT8: "u8", INT32: "i32", torch.int64: "i64",
 }  # fmt: skip
 
 
@@ -54,9 +56,11 @@ FORMATS = {
     "w4 int8 channel": case("int4", 1, N, K, 1, K, INT8),
     "int8 row zero": case("int8", 1, N, K, 1, K, INT8, zero=INT8),
     "int8 group128 zero": case("int8", 1, N, K, 1, 128, UINT8, zero=INT32),
+    "int8 group128 zero uint8": case("int8", 1, N, K, 1, 128, UINT8, group=128, zero=UINT8),
     "w4 int8 group32 zero": case("int4", 1, N, K, 1, 32, INT8, zero=INT8),
     "w4 int8 group128 zero": case("int4", 1, N, K, 1, 128, INT8, zero=INT32),
     "w4 int8 channel zero": case("int4", 1, N, K, 1, K, INT8, group=0, zero=FP32),
+    "w4 int8 token zero int64": case("int4", 1, N, K, 1, K, INT8, zero=torch.int64),
 }
 ROWS = (1, 64, 300)
 OTHERS = ("fp8 row", "fp8 block128", "int8 row", "w4 fp8 group128", "w4 int8 channel")

@@ -125,12 +125,13 @@ def _columns(sw_ptr, sw_row, sw_group, n, k, N, K, F: tl.constexpr):
 
 
 @triton.jit
-def _zeros(z_ptr, z_row, z_group, m, k, M, F: tl.constexpr):
-    """(what of the zero points of these rows of a is in the range of the codes, the rest)."""
+def _zeros(z_ptr, z_row, z_group, m, k, M, K, F: tl.constexpr):
+    """(what of the zero points of these rows of a at column k is in the range of the codes, the
+    rest)."""
     place = z_ptr + tl.minimum(m, M - 1).to(tl.int64) * z_row
     if F.rows == "group":
         place += (k // F.group).to(tl.int64) * z_group
-    z = tl.load(place)
+    z = tl.load(place, m * 0 + k < K, 0)
     if z.dtype.is_floating():
         z = z.to(tl.float32)
     elif z.dtype != tl.int64:
@@ -206,7 +207,7 @@ def _finished(acc, sa_ptr, sa_row, sw_ptr, sw_row, z_ptr, z_row, sums_ptr, bias_
               F: tl.constexpr):  # fmt: skip
     """The result of sums [BM, BN]: what does not change along k, and the bias."""
     if F.zero != "" and not F.promote:
-        z, rest = _zeros(z_ptr, z_row, 0, m, 0, M, F)
+        z, rest = _zeros(z_ptr, z_row, 0, m, 0, M, 1, F)
         acc = _centred(acc, z, rest, sums_ptr, n, 0, N, 1, F, 0, False)
     acc = acc.to(tl.float32)
     if F.columns == "row":
@@ -262,7 +263,7 @@ def product(
     acc = tl.zeros((BN, BM) if SWAP else (BM, BN), SUMS)
     rows = row + tl.arange(0, BM)
     if F.zero != "" and F.promote and F.rows != "group":
-        z, rest = _zeros(z_ptr, z_row, 0, rows, 0, M, F)
+        z, rest = _zeros(z_ptr, z_row, 0, rows, 0, M, 1, F)
     for step in tl.range(part * share, tl.minimum(steps, (part + 1) * share), num_stages=STAGES):
         for j in tl.static_range(BK // BW):
             first = step * BK + j * BW
@@ -290,7 +291,7 @@ def product(
                     )  # fmt: skip
                     if F.zero != "":
                         if F.rows == "group":
-                            z, rest = _zeros(z_ptr, z_row, z_group, rows, k, M, F)
+                            z, rest = _zeros(z_ptr, z_row, z_group, rows, k, M, K, F)
                         sums = _centred(
                             sums, z, rest, sums_ptr, column + tl.arange(0, BN), k, N, K, F, BS, SWAP
                         )

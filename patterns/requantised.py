@@ -30,11 +30,11 @@ FP32 = torch.float32
 
 
 def is_site(node: Node, scope: Scope) -> bool:
-    """Whether both operands of a product are made from codes."""
+    """Whether both operands of a product are made from codes, and x is no constant."""
     if node.target not in PLACES:
         return False
     left, right = sides(node)
-    return has_codes(left) and is_quantized(right, scope)
+    return has_codes(left) and is_quantized(right, scope) and bool(behind(left, scope)[1])
 
 
 def product_of(node: Node, scope: Scope) -> CodeProduct:

@@ -10,7 +10,7 @@ import torch
 from qinductor.kernels import scaled_matmul_triton as family
 from qinductor.kernels import scaled_matmul_triton_checks as checks
 from qinductor.kernels import scaled_matmul_triton_kernels as kernels
-from qinductor.kernels.scaled_matmul_cases import CASES
+from qinductor.kernels.scaled_matmul_cases import ASYMMETRIC, CASES, zeros
 from qinductor.kernels.scaled_matmul_triton_form import E8M0, four
 
 ALL = dict(kernels.compile_checks())
@@ -99,7 +99,10 @@ class Recorder:
         return Kernel()
 
 
-@pytest.mark.parametrize("chosen", CASES, ids=lambda chosen: chosen.name)
+ONES = {"sa_row", "z_row"}  # strides that the checks take for 1
+
+
+@pytest.mark.parametrize("chosen", [*CASES, *ASYMMETRIC], ids=lambda chosen: chosen.name)
 def test_what_is_checked_is_what_is_launched(chosen, monkeypatch):
     """The same constants and options, and an argument of its type for every parameter."""
     recorder, compiled = Recorder(), {}
@@ -112,16 +115,17 @@ def test_what_is_checked_is_what_is_launched(chosen, monkeypatch):
     contract, (a, scale, source) = chosen.contract, chosen.make()
     config = family.Config.parse("m16.n64.k64.s2.w4.p2.swap.tma")
     given = family.PROVIDER.pack(contract, source)
-    family.launch(contract, a, scale, given, config, kernels=recorder)
+    (zero,) = zeros(contract, chosen.m) or (None,)
+    family.launch(contract, a, scale, given, config, kernels=recorder, zero=zero)
     tma = recorder.calls["product"][1]["TMA"]
     for kernel in ("product", "sum_parts"):
         text = str(dataclasses.replace(config, tma=tma))
         checks.build(kernel, contract, 90, text)
         arguments, keywords = recorder.calls[kernel]
         names, types, constants, options = compiled[kernel]
-        assert len(arguments) + len(set(constants) - {"sa_row"}) == len(names)
-        assert set(constants) - {"sa_row"} == set(names) & set(keywords)
-        for constant in set(constants) - {"sa_row", "EVEN_K", "PARTS", "PDL"}:
+        assert len(arguments) + len(set(constants) - ONES) == len(names)
+        assert set(constants) - ONES == set(names) & set(keywords)
+        for constant in set(constants) - {*ONES, "EVEN_K", "PARTS", "PDL"}:
             assert constants[constant] == keywords[constant], constant
         assert options == {o: keywords[o] for o in options}
         for name, value in zip(names, arguments, strict=False):

@@ -112,6 +112,18 @@ def test_every_config_and_number_of_rows(chosen, config):
         assert not difference(out, reference(contract, a, scale, source, *zero))
 
 
+@pytest.mark.parametrize("config", CONFIGS)
+def test_what_lies_behind_zero_points_is_not_read(config):
+    """Columns of a step past K have none."""
+    chosen = case("int4", 3, 72, 384, 1, 128, UINT8, group=64, zero=FP32)
+    contract, (a, scale, source) = chosen.contract, chosen.make(exact=True)
+    (zero,) = zeros(contract, 3)
+    held = torch.full((2 * zero.numel(),), torch.nan)[: zero.numel()].view_as(zero).copy_(zero)
+    plan = only(f"{TRITON}@{config}")
+    out = call(a, scale, packed(plan, contract, source), contract, plan, held)
+    assert not difference(out, reference(contract, a, scale, source, zero))
+
+
 FAR = [
     case("int8", 20, 48, 96, 1, 96, INT8, zero=INT32, out=FP32),
     case("int4", 20, 64, 128, 1, 64, UINT8, zero=torch.int64, out=FP32),
