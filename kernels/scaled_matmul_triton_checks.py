@@ -56,7 +56,6 @@ FORMATS = {
     "w4 int8 channel": case("int4", 1, N, K, 1, K, INT8),
     "int8 row zero": case("int8", 1, N, K, 1, K, INT8, zero=INT8),
     "int8 group128 zero": case("int8", 1, N, K, 1, 128, UINT8, zero=INT32),
-    "int8 group128 zero uint8": case("int8", 1, N, K, 1, 128, UINT8, group=128, zero=UINT8),
     "w4 int8 group32 zero": case("int4", 1, N, K, 1, 32, INT8, zero=INT8),
     "w4 int8 group128 zero": case("int4", 1, N, K, 1, 128, INT8, zero=INT32),
     "w4 int8 channel zero": case("int4", 1, N, K, 1, K, INT8, group=0, zero=FP32),
