@@ -19,7 +19,7 @@ INTEGERS = (INT8, UINT8, torch.int16, torch.int32, torch.int64)
 ZEROS = (*INTEGERS, torch.bfloat16, torch.float16, FP32)
 
 
-def whole(contract: ScaledMatmul) -> str | None:
+def zeros_why_not(contract: ScaledMatmul) -> str | None:
     """Why zero points of a are none that sums of integers take; None if they are, or are none."""
     c = contract
     if c.zero not in (None, *ZEROS):

@@ -31,7 +31,7 @@ from qinductor.kernels.scaled_matmul_sums import (
     scaled,
     signed,
     totals,
-    whole,
+    zeros_why_not,
 )
 from qinductor.op import Spec
 from qinductor.rates import BANDWIDTH, RATE, M
@@ -244,7 +244,7 @@ class IntMM:
         c, w = contract, contract.weight
         if c.a not in (INT8, UINT8) or w.codes != "int8":
             return f"{short(c.a)} times {w.codes}; it takes int8 and uint8 with int8"
-        if reason := whole(c):
+        if reason := zeros_why_not(c):
             return reason
         if w.arithmetic not in ("q", "q*s") or w.permuted:
             return f"W is {w.arithmetic}{', permuted' * w.permuted}; it takes q and q*s"
@@ -280,8 +280,8 @@ class IntMM:
         if a.is_cuda and m < SEEN:
             a = functional.pad(a, (0, 0, 0, SEEN - m))
         sums = torch._int_mm(a, given["codes"].t())[:m]
-        if a.is_cuda and (whole := _epilogue()) is not None:
-            return whole.scaled(contract, sums, scale, given, *zero)  # type: ignore[no-any-return]
+        if a.is_cuda and (triton := _epilogue()) is not None:
+            return triton.scaled(contract, sums, scale, given, *zero)  # type: ignore[no-any-return]
         return scaled(contract, sums, scale, given, *zero)
 
 
@@ -322,7 +322,7 @@ class MMInBlocks(Reference):
         integers = c.a in (INT8, UINT8) and w.storage is INT8
         if c.zero is not None and not integers:
             return f"{short(c.a)} times {w.codes} and zero points; then it takes integers"
-        if reason := whole(c):
+        if reason := zeros_why_not(c):
             return reason
         if w.arithmetic not in ("q", "q*s") or w.permuted:
             return f"W is {w.arithmetic}{', permuted' * w.permuted}; it takes q and q*s"

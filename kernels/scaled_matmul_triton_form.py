@@ -28,7 +28,7 @@ from qinductor.kernels.scaled_matmul import (
     operands,
     pack,
 )
-from qinductor.kernels.scaled_matmul_sums import whole
+from qinductor.kernels.scaled_matmul_sums import zeros_why_not
 from qinductor.op import Spec
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -95,7 +95,7 @@ def integral(contract: ScaledMatmul) -> bool:
     return contract.a in (INT8, UINT8)
 
 
-def summed_of(contract: ScaledMatmul) -> int:
+def _summed_of(contract: ScaledMatmul) -> int:
     """Columns whose codes are added up for zero points; 0: all of a row."""
     return min(slice_of(contract), SUMMED)
 
@@ -128,7 +128,7 @@ def device_form(contract: ScaledMatmul, wide: bool) -> Form:
         ("grid" if grid else "row") if held else "",
         c.group, 1 if four(c) else 0 if w.bn >= w.n else w.bn, w.bk if grid else 0,
         c.scale is E8M0, w.scale is E8M0 and not four(c), named[c.out], c.bias is not None,
-        zero, 128 if c.a is UINT8 else 0, summed_of(c) if zero else 0,
+        zero, 128 if c.a is UINT8 else 0, _summed_of(c) if zero else 0,
     )  # fmt: skip
 
 
@@ -169,7 +169,7 @@ class Packed:
             )
         if c.zero is not None and not integral(c):
             return f"{short(c.a)} and zero points; it takes those of integers"
-        if reason := whole(c):
+        if reason := zeros_why_not(c):
             return reason
         if w.arithmetic not in ("q", "q*s") or w.permuted:
             return f"W is {w.arithmetic}{', permuted' * w.permuted}; it takes q and q*s"
@@ -206,7 +206,7 @@ class Packed:
         return found | sums_of(contract)
 
     def pack(self, contract: ScaledMatmul, source: Operands) -> dict[str, torch.Tensor]:
-        sums = packed_sums(contract, source)
+        sums = _packed_sums(contract, source)
         if not four(contract):
             return pack(contract, source) | sums
         form, w = contract.weight, source.weight
@@ -228,18 +228,18 @@ def sums_of(contract: ScaledMatmul) -> dict[str, Spec]:
     c, w = contract, contract.weight
     if c.zero is None:
         return {}
-    if summed_of(c):
-        return {"slice_sums": ((-(-w.k // summed_of(c)), w.n), torch.int32)}
+    if _summed_of(c):
+        return {"slice_sums": ((-(-w.k // _summed_of(c)), w.n), torch.int32)}
     return {"nibble_sums" if four(c) else "sums": ((w.n, 1), torch.int32)}
 
 
-def packed_sums(contract: ScaledMatmul, source: Operands) -> dict[str, torch.Tensor]:
+def _packed_sums(contract: ScaledMatmul, source: Operands) -> dict[str, torch.Tensor]:
     """The tensor of `sums_of`."""
     found = {}
     for name, (_, dtype) in sums_of(contract).items():
-        total = code_sums(contract, source.weight.codes, summed_of(contract) or contract.weight.k)
+        total = code_sums(contract, source.weight.codes, _summed_of(contract) or contract.weight.k)
         total = total * int(FACTORS[contract.a]) if four(contract) else total
-        found[name] = (total.t() if summed_of(contract) else total).to(dtype).contiguous()
+        found[name] = (total.t() if _summed_of(contract) else total).to(dtype).contiguous()
     return found
 
 

@@ -20,9 +20,10 @@ from torch.fx import Node
 from qinductor.errors import Refused
 from qinductor.patterns.chains import VALUE, Side, Step, rounding, run
 from qinductor.patterns.epilogues import NEAR, PROBES, known
+from qinductor.patterns.failures import FAILURES, said
 from qinductor.patterns.inserted import after
-from qinductor.patterns.whole import BYTE, code_dtype, span
-from qinductor.patterns.zero_points import ROUNDED, Given, dequantiser, stored
+from qinductor.patterns.whole import BYTE, ROUNDS, STORED, code_dtype, span
+from qinductor.patterns.zero_points import Given, dequantiser, stored
 from qinductor.regions import (
     FLOAT8,
     INTEGER,
@@ -37,7 +38,6 @@ from qinductor.regions import (
     pure,
 )
 
-STORED = (torch.int8, torch.uint8, *FLOAT8)  # dtypes that x may be made from
 LARGEST = {torch.int8: 127.0, torch.uint8: 127.0}  # code that is tried; of float8, its largest one
 FAR = 8  # rows that have zero points out of the range of codes, where a dtype has such
 SCALINGS = (aten.mul.Tensor, aten.div.Tensor)
@@ -94,9 +94,8 @@ class Making:
         given = {side: value for side, value in sides if isinstance(side, Side)}
         try:
             x = run(self.steps, codes, given)
-        except (RuntimeError, AssertionError, IndexError, TypeError, ValueError) as error:
-            first = str(error).strip().partition("\n")[0]
-            raise Refused(f"x cannot be made on probes: {type(error).__name__}: {first}") from error
+        except (AssertionError, *FAILURES) as error:
+            raise Refused(f"x cannot be made on probes: {said(error)}") from error
         exact = (codes.double() - zero.double()) * scale.double()
         floats = [step.dtype for step in self.steps if step.dtype.is_floating_point]
         near = NEAR * rounding(floats)
@@ -163,7 +162,7 @@ def dequantised(x: Node, k: int, scope: Scope) -> Dequantised:
     found, steps = _Sides(m, k), list[Step]()
     path = _path(x)
     for (node, side), (inner, _) in zip(path, [*path[1:], path[-1]], strict=True):
-        codes = code_dtype(node, STORED, {}) if node is path[-1][0] else None
+        codes = code_dtype(node) if node is path[-1][0] else None
         dtype = node.meta["val"].dtype
         if codes is not None:
             if codes != dtype:
@@ -269,7 +268,7 @@ def _path(x: Node) -> list[tuple[Node, Given]]:
             return found
         value = inner
     for i, (value, _) in enumerate(found):
-        if code_dtype(value, STORED, {}) is not None:
+        if code_dtype(value) is not None:
             return found[: i + 1]
     return found
 
@@ -338,7 +337,7 @@ def _is_power(node: Node, scope: Scope) -> bool:
         value = cut.meta.get("val")
         if not isinstance(value, torch.Tensor) or cut is node or cut.op != "call_function":
             continue
-        if value.dtype not in WHOLE and cut.target not in ROUNDED:
+        if value.dtype not in WHOLE and cut.target not in ROUNDS:
             continue
         sizes = [size if isinstance(size, int) else size.node.hint for size in value.shape]
         if None in sizes:

@@ -137,12 +137,14 @@ def _step(before: Epilogue, user: Node, value: Node, scope: Scope) -> Epilogue |
     if user.target is aten.sub.Tensor and not user.kwargs and user.args[0] is value:
         integers = before.source.meta["val"].dtype is torch.int32
         first = integers and not (before.factors or before.bias or before.shift)
-        shift = shift_of(user.args[1], value, scope) if first else None
+        shift = _shift_of(user.args[1], value, scope) if first else None
         return dataclasses.replace(longer, shift=shift) if shift is not None else None
     if user.target not in (aten.mul.Tensor, aten.add.Tensor) or user.kwargs or before.bias:
         return None
     side = user.args[1] if user.args[0] is value else user.args[0]
-    factor = factor_of(side, value, scope) if isinstance(side, Node) and side is not value else None
+    if not isinstance(side, Node) or side is value:
+        return None
+    factor = _factor_of(side, value, scope)
     if factor is None:
         return None
     if user.target is aten.mul.Tensor:
@@ -151,7 +153,7 @@ def _step(before: Epilogue, user: Node, value: Node, scope: Scope) -> Epilogue |
     return dataclasses.replace(longer, bias=factor.node) if constant else None
 
 
-def shift_of(side: object, value: Node, scope: Scope) -> Shift | None:
+def _shift_of(side: object, value: Node, scope: Scope) -> Shift | None:
     """How a tensor is made of zero points of rows and of sums of columns; None if in another way
     than as their product."""
     steps: list[Step] = []
@@ -167,7 +169,7 @@ def shift_of(side: object, value: Node, scope: Scope) -> Shift | None:
         node = first
     if not isinstance(node, Node) or not isinstance(side, Node):
         return None
-    found = [factor_of(a, value, scope) for a in node.args if isinstance(a, Node)]
+    found = [_factor_of(a, value, scope) for a in node.args if isinstance(a, Node)]
     factors = {f.kind: f for f in found if f is not None}
     columns = factors.pop("column", None)
     if len(found) != 2 or len(factors) != 1 or columns is None or not columns.constant:
@@ -177,7 +179,7 @@ def shift_of(side: object, value: Node, scope: Scope) -> Shift | None:
     return Shift(zero, columns, tuple(reversed(steps)), Side.of(side))
 
 
-def factor_of(side: Node, value: Node, scope: Scope) -> Factor | None:
+def _factor_of(side: Node, value: Node, scope: Scope) -> Factor | None:
     """How a tensor lies over [..., M, N] that it multiplies; None if in another way than these."""
     shape, whole = side.meta["val"].shape, value.meta["val"].shape
     constant = not behind(side, scope)[1]

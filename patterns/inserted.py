@@ -1,5 +1,6 @@
 """Nodes that a pattern puts into a graph for its operator to take."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,6 +9,22 @@ from torch.fx import Graph, Node
 from qinductor.regions import aten
 
 OURS = "qinductor inserted"
+Emit = Callable[..., Node]  # (target, arguments) -> a node
+
+
+def before(node: Node, like: Node) -> Emit:
+    """What puts nodes in before a node, on fakes of the mode of another."""
+    mode = like.meta["val"].fake_mode
+
+    def emit(target: Any, *args: Any, **kwargs: Any) -> Node:
+        with node.graph.inserting_before(node):
+            made = node.graph.call_function(target, args, kwargs)
+        given = torch.fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
+        with mode:
+            made.meta = {**node.meta, "val": target(*given[0], **given[1])}
+        return made
+
+    return emit
 
 
 def after(node: Node, target: Any, *args: Any) -> Node:
@@ -26,14 +43,9 @@ def tensor_of(given: Node | float, dtype: torch.dtype, like: Node) -> Node:
     """A tensor that holds a number, put in before a node; a tensor as it is."""
     if isinstance(given, Node):
         return given
-    value = like.meta["val"]
-    with like.graph.inserting_before(like):
-        node = like.graph.call_function(
-            aten.full.default, ([1], given), {"dtype": dtype, "device": value.device}
-        )
-    with value.fake_mode:
-        held = torch.full([1], given, dtype=dtype, device=value.device)
-        node.meta = {**like.meta, "val": held, OURS: True}
+    device = like.meta["val"].device
+    node = before(like, like)(aten.full.default, [1], given, dtype=dtype, device=device)
+    node.meta[OURS] = True
     return node
 
 

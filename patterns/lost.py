@@ -15,16 +15,16 @@ from torch.fx import Node
 
 from qinductor.errors import Refused
 from qinductor.patterns.activation_formats.identify import battery
-from qinductor.patterns.activation_formats.probe import Function, function
+from qinductor.patterns.activation_formats.probe import GIVEN, Function, function
 from qinductor.patterns.activation_formats.sources import fixed, site_of
 from qinductor.patterns.code_products import CodeProduct
+from qinductor.patterns.failures import FAILURES, said
 from qinductor.patterns.whole import span
 from qinductor.regions import Scope, behind
 
 CUTS = 12  # tensors that are tried
 GROUPS = 64  # of the battery of quantisers
 ROWS = 16  # of a run, where they are symbolic
-GIVEN = 0.0213  # a scale that the graph is given
 
 
 class Lost:
@@ -54,11 +54,8 @@ class Lost:
         if key not in self._known:
             try:
                 self._known[key] = _found(made)
-            except (RuntimeError, IndexError, TypeError, ValueError) as error:
-                first = str(error).strip().partition("\n")[0]
-                self._known[key] = (
-                    f"what quantises x cannot be run on probes: {type(error).__name__}: {first}"
-                )
+            except FAILURES as error:
+                self._known[key] = f"what quantises x cannot be run on probes: {said(error)}"
         return self._known[key]
 
 
@@ -81,7 +78,7 @@ def _found(made: Function) -> str:
     value = made.inputs[0].meta["val"]
     width, dtype = int(value.shape[-1]), value.dtype
     rows = made.rows(ROWS)
-    given = [torch.full(n.meta["val"].shape, GIVEN).to(n.meta["val"].dtype) for n in made.given]
+    given = made.filled(GIVEN)
 
     def run(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         codes, scale = (t.float() for t in made([x.reshape(rows, width)], given))

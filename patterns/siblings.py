@@ -104,12 +104,15 @@ class Siblings:
         equal = Equal(first.product.graph)
         found = [(first, plan)]
         for node in self._later(first.product, equal):
-            with contextlib.suppress(Exception):  # it has a row of its own, which says why
+            try:
                 other = self.prove(node)
+            except Exception:  # it has a row of its own, which says why
+                continue
+            with contextlib.suppress(Refused):
+                joined_contract([first.contract, other.contract])  # then both have as many inputs
                 pairs = zip(first.inputs, other.inputs, strict=True)
                 if other.alone or not all(equal(a, b) for a, b in pairs):
                     continue
-                joined_contract([first.contract, other.contract])
                 check_tables([site.operands[0].weight for site in (first, other)])
                 found.append((other, self._plan(first, other.contract)))
         found.sort(key=lambda pair: equal.place[pair[0].value])
@@ -118,7 +121,7 @@ class Siblings:
             with contextlib.suppress(Refused):  # no provider takes them as one
                 contract = joined_contract([site.contract for site in sites])
                 whole = self._plan(first, contract)
-                if is_faster(whole, [alone for _, alone in found]):
+                if _is_faster(whole, [alone for _, alone in found]):
                     return sites, contract, whole
         return [first], first.contract, plan
 
@@ -238,7 +241,7 @@ def _below(tensors: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
     return torch.cat(held) if held else None
 
 
-def is_faster(whole: Plan, alone: Sequence[Plan]) -> bool:
+def _is_faster(whole: Plan, alone: Sequence[Plan]) -> bool:
     """Whether one product is expected to take less time than several, at every M."""
     sums = [sum(times) for times in zip(*(plan.us for plan in alone), strict=True)]
     return bool(whole.us) and all(a < b for a, b in zip(whole.us, sums, strict=True))

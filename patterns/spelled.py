@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from qinductor.patterns.inserted import Emit, before
 from qinductor.patterns.products import ANCHORS
 from qinductor.patterns.whole import span
 from qinductor.regions import FLOATS, INTEGER, MOVES, aten, prims
 
 FP32 = torch.float32
-Emit = Callable[..., Node]  # (target, arguments) -> a node before the operator
 
 
 def spell_out(graph: Graph) -> None:
@@ -32,10 +32,11 @@ def spell_out(graph: Graph) -> None:
             known = isinstance(x, Node) and x.meta["val"].dtype in FLOATS
             if not known or not values or not any(map(_is_multiplied, results)):
                 continue
-            found = parts(node, _emitting(node))
+            emit = before(node, x)
+            found = parts(node, emit)
             if found is None:
                 continue
-            made = _made(x, *found, _emitting(node))
+            made = _made(x, *found, emit)
             for result in results:
                 result.replace_all_uses_with(made)
                 graph.erase_node(result)
@@ -48,22 +49,6 @@ def _is_multiplied(node: Node) -> bool:
         or (user.target in MOVES and _is_multiplied(user))
         for user in node.users
     )
-
-
-def _emitting(node: Node) -> Emit:
-    x = node.args[0]
-    assert isinstance(x, Node)
-    mode = x.meta["val"].fake_mode
-
-    def emit(target: Any, *args: Any, **kwargs: Any) -> Node:
-        with node.graph.inserting_before(node):
-            made = node.graph.call_function(target, args, kwargs)
-        given = torch.fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
-        with mode:
-            made.meta = {**node.meta, "val": target(*given[0], **given[1])}
-        return made
-
-    return emit
 
 
 def _made(x: Node, scale: Node, zero: Any, low: int, high: int, emit: Emit) -> Node:

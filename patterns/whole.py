@@ -9,14 +9,14 @@ moves keep them, and a cast rounds the bounds as it does everything between them
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.fx import Node
 
-from qinductor.regions import CASTS, FLOATS, INTEGER, MOVES, aten, attribute
+from qinductor.regions import CASTS, FLOAT8, FLOATS, INTEGER, MOVES, aten, attribute
 
 Held = Mapping[Node, torch.Tensor]  # values of nodes that are known
 
@@ -48,6 +48,7 @@ ANY = Span()
 Of = Callable[[Any], Span]  # what an argument may be
 DEPTH = 24  # operators that are looked through
 MOST = 1 << 16  # elements of a constant that are looked at
+STORED = (torch.int8, torch.uint8, *FLOAT8)  # dtypes of codes of 8 bits
 BYTE = (-128.0, 127.0)
 
 
@@ -78,13 +79,13 @@ def _of_node(node: Node, held: Held, of: Of, goes_on: bool) -> Span:
     return _of_dtype(found, tensor.dtype, cast=node.target in CASTS)
 
 
-def code_dtype(node: Node, stored: Sequence[torch.dtype], held: Held) -> torch.dtype | None:
+def code_dtype(node: Node) -> torch.dtype | None:
     """The dtype of 8 bits of a value: its own, or int8 of computed whole numbers that fit."""
     tensor = node.meta.get("val")
-    if isinstance(tensor, torch.Tensor) and tensor.dtype in stored:
+    if isinstance(tensor, torch.Tensor) and tensor.dtype in STORED:
         own: torch.dtype = tensor.dtype
         return own
-    fits = node.op == "call_function" and span(node, held).within(*BYTE)
+    fits = node.op == "call_function" and span(node, {}).within(*BYTE)
     return torch.int8 if fits else None
 
 
@@ -155,12 +156,17 @@ def _sum(node: Node, of: Of) -> Span:
     if node.kwargs.get("alpha", 1) != 1:
         return ANY
     a, b = (of(arg) for arg in node.args[:2])
-    b = b if node.target is aten.add.Tensor else dataclasses.replace(b, low=-b.high, high=-b.low)
+    b = b if node.target is aten.add.Tensor else _turned(b)
     low, high = a.low + b.low, a.high + b.high
     if math.isnan(low) or math.isnan(high):
         return dataclasses.replace(ANY, whole=a.whole and b.whole)
     endless = math.isinf(low) or math.isinf(high)  # inf - inf
     return Span(low, high, a.whole and b.whole, a.nan or b.nan or endless)
+
+
+def _turned(found: Span) -> Span:
+    """Of the negative."""
+    return dataclasses.replace(found, low=-found.high, high=-found.low)
 
 
 def _chosen(node: Node, of: Of) -> Span:
@@ -196,6 +202,7 @@ RULES: dict[Any, Callable[[Node, Of], Span]] = {
     **dict.fromkeys((aten.full.default, aten.full_like.default), _filled),
     **dict.fromkeys((aten.zeros.default, aten.zeros_like.default), lambda node, of: of(0)),
     **dict.fromkeys((aten.ones.default, aten.ones_like.default), lambda node, of: of(1)),
+    aten.neg.default: lambda node, of: _turned(of(node.args[0])),
     aten.scalar_tensor.default: lambda node, of: of(node.args[0]),
     aten.where.self: _chosen,
 }  # fmt: skip

@@ -1,24 +1,15 @@
 """Zero points and scales of activations: where a graph has them, and that zeros are whole."""
 
 import functools
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Node
 
 from qinductor.errors import Refused
-from qinductor.regions import FLOAT8, FLOATS, INTEGER, MOVES, VIEWS, aten, describe, prims, pure
+from qinductor.patterns.whole import span
+from qinductor.regions import FLOAT8, FLOATS, INTEGER, VIEWS, describe, prims, pure
 
-# What gives whole numbers.
-ROUNDED = (aten.ceil.default, aten.floor.default, aten.round.default, aten.trunc.default)
-# What gives whole numbers for whole numbers.
-KEEPS = {
-    aten.add.Tensor, aten.sub.Tensor, aten.rsub.Scalar, aten.neg.default, aten.clamp.default,
-    aten.clamp_min.default, aten.clamp_max.default, aten.minimum.default, aten.maximum.default,
-    aten.clamp_min.Tensor, aten.clamp_max.Tensor, aten.full.default, aten.full_like.default,
-    prims.convert_element_type.default, *MOVES,
-}  # fmt: skip
 WHOLE_UP_TO = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24, torch.float64: 53}  # bits
 NAMES = ("scale", "scales"), ("zero_point", "zero_points", "zero", "zeros")  # in a schema
 Given = Node | float | None  # a tensor, a number that the graph has, or nothing
@@ -34,13 +25,10 @@ class Dequantiser(NamedTuple):
 
 
 def dequantiser(node: Node) -> Dequantiser | None:
-    """What a node dequantises, if its operator is no torch one and names codes and scale."""
-    target, value = node.target, node.meta.get("val")
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace in ("aten", "prims"):
-        return None
+    """What a node dequantises, if its operator is no torch one, takes codes, and names a scale."""
+    names, value = _named(node), node.meta.get("val")
     if not pure(node) or not isinstance(value, torch.Tensor) or value.dtype not in FLOATS:
         return None
-    names = [argument.name for argument in target._schema.arguments]
     given: dict[str, Any] = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
     codes = node.args[0] if node.args else None
     scale, zero = (next((n for n in each if n in names), None) for each in NAMES)
@@ -48,27 +36,34 @@ def dequantiser(node: Node) -> Dequantiser | None:
         return None
     if codes.meta["val"].dtype.is_floating_point and codes.meta["val"].dtype.itemsize > 1:
         return None
+    target: Any = node.target
     made = functools.partial(target, **node.kwargs) if node.kwargs else target
     return Dequantiser(codes, given.get(scale), given.get(zero) if zero else None, made)
 
 
 def is_quantiser(node: Node) -> bool:
     """Whether a node makes codes of floats, and its operator is no torch one and names a scale."""
-    target, value = node.target, node.meta.get("val")
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace in ("aten", "prims"):
-        return False
+    value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or value.dtype not in (*INTEGER, *FLOAT8):
         return False
     source = node.args[0] if node.args else None
     held = source.meta.get("val") if isinstance(source, Node) else None
     floats = isinstance(held, torch.Tensor) and held.dtype in FLOATS and held.dim() == value.dim()
-    return floats and any(a.name in NAMES[0] for a in target._schema.arguments)
+    return floats and any(name in NAMES[0] for name in _named(node))
+
+
+def _named(node: Node) -> list[str]:
+    """The names of the arguments that an operator takes; none of torch's own."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace in ("aten", "prims"):
+        return []
+    return [argument.name for argument in target._schema.arguments]
 
 
 def stored(zero: Node) -> Node:
     """The tensor whose values are subtracted, without casts that keep them and views. Refused if it
     is not known to hold whole numbers alone."""
-    if not is_whole(zero):
+    if not span(zero, {}).whole:
         raise Refused(
             f"zero points of x must be whole numbers, rounded or integers; {describe(zero)} "
             f"({zero.name}) may not be"
@@ -95,42 +90,6 @@ def _keeps(before: torch.dtype, after: torch.dtype) -> bool:
     if after in WHOLE_UP_TO:
         return bits <= WHOLE_UP_TO[after]
     return after in INTEGER and bits < torch.iinfo(after).bits
-
-
-def is_whole(node: Node) -> bool:
-    """Whether a tensor holds whole numbers alone: it is rounded, or of integers."""
-    return all(map(_is_whole, _ends(node)))
-
-
-def _ends(node: Node) -> Iterator[Any]:
-    """What a node is made of by operators that keep whole numbers."""
-    seen, stack = set(), [node]
-    while stack:
-        current = stack.pop()
-        value = current.meta.get("val")
-        integers = isinstance(value, torch.Tensor) and value.dtype in INTEGER
-        if integers or current.target not in KEEPS:
-            yield current
-        elif current not in seen:
-            seen.add(current)
-            fills = current.target is aten.full.default
-            operands = current.args[1:2] if fills else current.args
-            if current.target in MOVES or current.target is prims.convert_element_type.default:
-                operands = operands[:1]
-            elif current.target in (aten.full_like.default,):
-                operands = operands[1:]
-            if current.kwargs.get("alpha", 1) != 1:
-                yield current
-            stack.extend(a for a in operands if isinstance(a, Node))
-            yield from (a for a in operands if not isinstance(a, Node) and a is not None)
-
-
-def _is_whole(end: Any) -> bool:
-    if isinstance(end, Node):
-        value = end.meta.get("val")
-        integers = isinstance(value, torch.Tensor) and value.dtype in INTEGER
-        return integers or end.target in ROUNDED
-    return isinstance(end, (int, float)) and float(end).is_integer()
 
 
 def check_sums(found: torch.Tensor, codes: torch.Tensor) -> None:

@@ -101,7 +101,8 @@ def test_patterns_take_operators_not_providers_from_kernels(path):
 
 @pytest.mark.parametrize("path", FORMATS, ids=names)
 def test_weight_formats_know_no_operator_and_no_pattern(path):
-    below = ("contracts", "errors", "regions", "patterns.weight_formats", "patterns.whole")
+    own = ("patterns.weight_formats", "patterns.failures", "patterns.whole")
+    below = ("contracts", "errors", "regions", *own)
     allowed = [f"qinductor.{name}" for name in below]
     assert [name for name in wrong(path, ("qinductor",)) if not within(name, allowed)] == []
 

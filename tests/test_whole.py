@@ -53,6 +53,7 @@ WHOLE: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], tuple[float, floa
     "int8": (lambda x: x.clamp(-9, 9).to(torch.int8), (-128, 127)),  # NaN may be any number
     "a zero added": (lambda x: x.round().clamp(-8, 7) + torch.zeros_like(x), (-8, 7)),
     "a shift": (lambda x: x.round().clamp(0, 15) - 8, (-8, 7)),
+    "a negative": (lambda x: -x.round().clamp(-8, 7), (-7, 8)),
     "of two": (lambda x: x.round().clamp(0, 15) - x.floor().clamp(0, 15), (-15, 15)),
     "chosen": (lambda x: torch.where(x > 0, x.round().clamp(0, 9), -1.0), (-1, 9)),
     "views": (lambda x: x.round().clamp(-8, 7).view(1, -1).expand(2, -1), (-8, 7)),

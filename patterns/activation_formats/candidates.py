@@ -73,7 +73,7 @@ def group_of(region: Function, scale: Node) -> int | None:
 def scales_among(candidates: Sequence[Node], used: Collection[Node]) -> list[Node]:
     """What is tried as the scale: first that of which all else that is used can be made, the last
     of them first; at last what may be exponents."""
-    whole = {node: made_of(node).issuperset(used) for node in candidates}
+    whole = {node: set(made_of(node)).issuperset(used) for node in candidates}
     place = {node: i for i, node in enumerate(candidates[0].graph.nodes)} if candidates else {}
     order = sorted(whole, key=lambda n: (not whole[n], -place[n] if whole[n] else 0))
     floats = [n for n in order if n.meta["val"].dtype in SCALE]

@@ -29,6 +29,7 @@ from qinductor.patterns.activation_formats.identify import Answers, battery, ide
 from qinductor.patterns.activation_formats.layouts import proves, stored_as
 from qinductor.patterns.activation_formats.norms import norm_of
 from qinductor.patterns.activation_formats.probe import (
+    GIVEN,
     Function,
     Numbers,
     Remembered,
@@ -44,10 +45,10 @@ from qinductor.patterns.activation_formats.sources import (
     is_reduced,
     site_of,
 )
+from qinductor.patterns.failures import FAILURES, said
 from qinductor.regions import FLOATS, INTEGER, Scope, aten, describe
 
 TRIED = 8  # contracts of one batch of answers that are proved
-GIVEN = 0.0213  # the static scale that probes are made with
 # The contract; the places of codes, scale and zero among the outputs; a static scale that is a
 # number in the region.
 Identified = tuple[Quantize, tuple[tuple[int, ...], ...], float | None]
@@ -96,9 +97,8 @@ class Finder:
         self.runs = 0
         try:
             return self._found(site_of(codes, scope, self.norms))
-        except (RuntimeError, IndexError, TypeError, ValueError) as error:
-            first = str(error).strip().partition("\n")[0]
-            raise Refused(f"it cannot be run on probes: {type(error).__name__}: {first}") from error
+        except FAILURES as error:
+            raise Refused(f"it cannot be run on probes: {said(error)}") from error
 
     def _found(self, site: Site) -> Found:
         at = beginning(site)
@@ -205,10 +205,10 @@ class Finder:
         region = function([y], [site.codes, *reduced], site.order)
         known = numbers(region)
         places = tuple([region.outputs.index(n) for n in found] for found in (scales, zeros))
-        again = [region.outputs.index(n) for n in used]
+        read = [region.outputs.index(n) for n in used]
         contract, outputs, literal = self._once(
-            f"{region.text()}\n{places} {again}",
-            lambda: self._identified(region, places, again, known),
+            f"{region.text()}\n{places} {read}",
+            lambda: self._identified(region, places, read, known),
         )
         nodes = tuple(tuple(region.outputs[i] for i in each) for each in outputs)
         return Quantiser(contract, nodes, known, literal)
@@ -253,7 +253,7 @@ class Finder:
         self,
         asked: Remembered,
         base: Quantize,
-        answers: Answers,
+        given: Answers,
         places: Sequence[int],
         known: Numbers,
         literal: float | None = None,
@@ -261,7 +261,7 @@ class Finder:
         """The first contract of these answers that stands the proof."""
         dtypes = [n.meta["val"].dtype for n in asked.function.nodes if _is_float(n)]
         refused: Refused | None = None
-        for member in itertools.islice(identify(base, answers, known, dtypes), TRIED):
+        for member in itertools.islice(identify(base, given, known, dtypes), TRIED):
             try:
                 prove(asked, places, member, known.every, literal)
             except Refused as refusal:
@@ -283,13 +283,12 @@ class Finder:
         member = dataclasses.replace(base, static=True, scale=scale)
         with self._asking(region) as asked:
             for value in values:
-                given = [torch.full(n.meta["val"].shape, value).to(scale) for n in region.given]
                 y = near(battery(rows, base.k, base.x, [*known.every, value], 0), value, 0)
-                codes = asked(value, [y], given)[0].reshape(y.shape)
-                answers = Answers(y, codes, None, given=torch.tensor(value).to(scale))
+                codes = asked(value, [y], region.filled(value))[0].reshape(y.shape)
+                found = Answers(y, codes, None, given=torch.tensor(value).to(scale))
                 literal = None if region.given else value
                 try:
-                    contract = self._proved(asked, member, answers, [0], known, literal)
+                    contract = self._proved(asked, member, found, [0], known, literal)
                     return contract, ((0,),), literal
                 except Refused as refusal:
                     refused = refused or refusal

@@ -19,6 +19,7 @@ from qinductor.kernels.quantize import LAYOUTS, Quantize, laid_out, scales, stor
 from qinductor.patterns.activation_formats.identify import battery
 from qinductor.patterns.activation_formats.probe import Function, Remembered, function, same
 from qinductor.patterns.activation_formats.sources import count
+from qinductor.patterns.failures import FAILURES
 from qinductor.regions import FLOATS, PRODUCTS, pure
 
 E8M0 = torch.float8_e8m0fnu
@@ -45,7 +46,7 @@ def stored_as(
     proves  whether what a function makes of the scale is its form in a contract
     """
     scale, order = found[0], list(codes.graph.nodes)
-    made = _made_of(scale) if len(found) == 1 else [scale]
+    made = made_of(scale) if len(found) == 1 else [scale]
     for node in reversed(made):
         if node is not scale and _leaks(scale, (codes, node), {*made, *inside}):
             continue
@@ -57,12 +58,8 @@ def stored_as(
     return contract, scale
 
 
-def made_of(scale: Node) -> set[Node]:
-    """A scale and what is computed of it and of literals alone."""
-    return set(_made_of(scale))
-
-
-def _made_of(scale: Node) -> list[Node]:
+def made_of(scale: Node) -> list[Node]:
+    """A scale and what is computed of it and of literals alone, in graph order."""
     found, stack = {scale}, [scale]
     literal: dict[Node, bool] = {}
     while stack and len(found) < NODES:
@@ -143,7 +140,7 @@ def proves(asked: Remembered, contract: Quantize, member: Quantize, known: Seque
         s = _scales(contract, part, wanted, known, seed)
         try:
             (theirs,) = asked(seed, [stored(contract, s).reshape(part.rows(wanted), -1)])
-        except (RuntimeError, IndexError, TypeError, ValueError):
+        except FAILURES:
             return False  # it has sizes that are not those of every number of rows, say
         ours = laid_out(member, s)
         if ours.numel() != theirs.numel() or ours.dtype != theirs.dtype:

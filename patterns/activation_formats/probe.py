@@ -24,6 +24,7 @@ EMPTY = {
     aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default,
     aten.empty_permuted.default, aten.new_empty.default, aten.new_empty_strided.default,
 }  # fmt: skip
+GIVEN = 0.0213  # a scale that a region is given
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -85,6 +86,11 @@ class Function:
             if node not in env:
                 env[node] = run(node)
         return [env[node] for node in self.outputs]
+
+    def filled(self, value: float) -> list[torch.Tensor]:
+        """A number for what is given."""
+        held = [node.meta["val"] for node in self.given]
+        return [torch.full(tensor.shape, value).to(tensor.dtype) for tensor in held]
 
     def text(self) -> str:
         """Equal for two functions that run the same operators on values of the same kind, on the

@@ -64,11 +64,6 @@ class Site:
     varying: set[Node]
     cuts: list[tuple[Node, ...]]
 
-    @property
-    def reduced(self) -> list[Node]:
-        """Tensors with fewer elements than the codes that are computed from the activation."""
-        return [n for n in self.order if n in self.varying and is_reduced(n, self.codes)]
-
     def after(self, y: Node) -> list[Node]:
         """The nodes of the site that depend on y, but y."""
         found = {y}

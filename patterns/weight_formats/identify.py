@@ -16,6 +16,7 @@ import torch
 from torch.fx import Node
 
 from qinductor.errors import Refused
+from qinductor.patterns.failures import FAILURES, said
 from qinductor.patterns.weight_formats.inner import codes_within, whole_codes
 from qinductor.patterns.weight_formats.locate import (
     MoreRows,
@@ -57,7 +58,7 @@ class Structure:
     zero_moves    what a zero does: "inside" (q - z), or "outside" where it is added after scaling;
                   "" where there is none
     dtypes        dtypes in which the region computes
-    unsigned      whether zeros of W may be negative, as those of codes in floats are; the format's
+    signed_zeros  whether zeros of W may be negative, as those of codes in floats are; the format's
                   are not, and no product differs
     evaluations   how many runs on probes this took
     """
@@ -69,7 +70,7 @@ class Structure:
     zero: Parameter | None
     zero_moves: str
     dtypes: tuple[torch.dtype, ...]
-    unsigned: bool
+    signed_zeros: bool
     evaluations: int
 
 
@@ -102,9 +103,8 @@ def identify(region: Region, leaves: Sequence[torch.Tensor]) -> Structure:
             except Refused as refusal:
                 reasons.append(f"codes in {describe(code)}: {refusal.reason}")
                 break
-            except (RuntimeError, IndexError, TypeError, ValueError) as error:
-                first = str(error).strip().partition("\n")[0]
-                reasons.append(f"probing {describe(code)}: {type(error).__name__}: {first}")
+            except FAILURES as error:
+                reasons.append(f"probing {describe(code)}: {said(error)}")
                 break
             finally:
                 spent = prober.evaluations
@@ -166,7 +166,7 @@ def _structure(reduced: Reduced, probe: Prober) -> Structure:
         zero=zero_parameter,
         zero_moves=moves,
         dtypes=tuple(dict.fromkeys([region.dtype, *computing])),
-        unsigned=own is not None,
+        signed_zeros=own is not None,
         evaluations=probe.evaluations,
     )
 

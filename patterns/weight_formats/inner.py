@@ -9,10 +9,9 @@ from collections.abc import Iterable
 import torch
 from torch.fx import Node
 
-from qinductor.patterns.whole import BYTE, Held, Span, span
-from qinductor.regions import FLOAT8, FLOATS, Region
+from qinductor.patterns.whole import BYTE, STORED, Held, Span, span
+from qinductor.regions import FLOATS, Region
 
-STORED = (*FLOAT8, torch.int8, torch.uint8)
 UNSIGNED = (0.0, 255.0)
 
 

@@ -44,13 +44,13 @@ def read(
     parameters = [*structure.scales, *([structure.zero] if structure.zero else [])]
     values = {p: p.narrowed(real[region.nodes[p.at]]) for p in parameters}
     grids = [_grids(structure, values, region, expert) for expert in range(region.experts)]
-    value = _signed(region(leaves), structure)
+    value = _compared(region(leaves), structure)
     nearest = ""
     # Entries of a codebook are to be what they are before they are scaled: not rounded to 16 bits,
     # unless, which is tried next, the region rounds what it computes them from.
     for widen in dict.fromkeys((structure.reach is None, False)):
         try:
-            unit = _signed(region.oriented(_unit(reduced, real, structure, widen)), structure)
+            unit = _compared(region.oriented(_unit(reduced, real, structure, widen)), structure)
         except RuntimeError:  # an operator that takes equal dtypes alone
             continue
         coded = _coded(unit, real[reduced.code].dtype, structure)
@@ -75,9 +75,9 @@ def _unit(
     return evaluate(reduced.nodes, given, [reduced.region.output], widen)[0]
 
 
-def _signed(value: torch.Tensor, structure: Structure) -> torch.Tensor:
+def _compared(value: torch.Tensor, structure: Structure) -> torch.Tensor:
     """A value with zeros as they are compared: none is negative where the codes are floats."""
-    return value + 0 if structure.unsigned else value
+    return value + 0 if structure.signed_zeros else value
 
 
 def _differs(weights: Sequence[QuantizedWeight], value: torch.Tensor, structure: Structure) -> str:
@@ -87,7 +87,7 @@ def _differs(weights: Sequence[QuantizedWeight], value: torch.Tensor, structure:
     parts = [(weights[0].rows(0, strip), value[:strip])]
     parts += zip(weights, value.split(form.n), strict=True)
     for expert, (weight, part) in enumerate(parts, -1):
-        found = difference(_signed(dequantize(weight), structure), part)
+        found = difference(_compared(dequantize(weight), structure), part)
         if found:
             which = f" expert {expert}" if len(weights) > 1 and expert > 0 else ""
             arithmetic = f"{form.arithmetic} in {form.compute}"
