@@ -317,10 +317,10 @@ def reference(contract: Quantize, inputs: Sequence[torch.Tensor]) -> list[torch.
     else:
         s, amax = scales(c, grouped)
     codes, zero = quantised(c, grouped, s[..., None], amax[..., None])
-    found = [codes.view(y.shape), laid_out(c, s)]
+    found = [codes.reshape(y.shape).contiguous(), laid_out(c, s)]
     if c.zero is not None and zero is not None:
-        found.append(zero.squeeze(-1).to(c.zero))
-    return [*found, *results]
+        found.append(zero.squeeze(-1).to(c.zero).contiguous())
+    return [*found, *(result.contiguous() for result in results)]
 
 
 def cost(contract: Quantize) -> dict[str, sympy.Expr]:

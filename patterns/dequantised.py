@@ -43,6 +43,8 @@ FAR = 8  # rows that have zero points out of the range of codes, where a dtype h
 SCALINGS = (aten.mul.Tensor, aten.div.Tensor)
 SIDED = (*SCALINGS, aten.sub.Tensor, aten.add.Tensor)
 WHOLE = (*INTEGER, torch.float8_e8m0fnu)
+BIASED = (torch.uint8, torch.float8_e8m0fnu)
+EXPONENTS = 40  # that a scale is tried with
 # Powers of two between which scales are tried: as large as each other, so that none outweighs all.
 POWERS = (-5, -4)
 SEED = 0x5CA1ED  # of no model's random weights, which would be correlated with codes of one seed
@@ -342,14 +344,20 @@ def _is_power(node: Node, scope: Scope) -> bool:
         sizes = [size if isinstance(size, int) else size.node.hint for size in value.shape]
         if None in sizes:
             return False
-        # Biased exponents about 127, or exponents about 0.
-        first = 107 if value.dtype in (torch.uint8, torch.float8_e8m0fnu) else -20
-        given = (torch.arange(math.prod(sizes)) % 40 + first).view(sizes)
-        if value.dtype is torch.float8_e8m0fnu:
-            given = given.to(torch.uint8).view(value.dtype)
-        found = _made(node, scope, {cut: given.to(value.dtype)})
-        if found is not None:
-            return bool((found > 0).all() and (found.double().frexp().mantissa == 0.5).all())
+        # Biased exponents about 127, or exponents about 0: all of them, if by few at a time.
+        first, numel = 107 if value.dtype in BIASED else -20, math.prod(sizes)
+        powers = True
+        for start in range(0, EXPONENTS, max(1, numel)):
+            given = ((torch.arange(numel) + start) % EXPONENTS + first).view(sizes)
+            if value.dtype is torch.float8_e8m0fnu:
+                given = given.to(torch.uint8).view(value.dtype)
+            found = _made(node, scope, {cut: given.to(value.dtype)})
+            if found is None:
+                break
+            mantissa = found.double().frexp().mantissa
+            powers = powers and bool((found > 0).all() and (mantissa == 0.5).all())
+        else:
+            return powers
     return False
 
 

@@ -132,10 +132,10 @@ class _Inserter:
             node = self.graph.call_function(target, args, kwargs)
         given = torch.fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
         with self.value.fake_mode:  # type: ignore[attr-defined]
-            node.meta = {**self.fusion.region[-1].meta, "val": target(*given[0], **given[1])}
-        self.place[node] = self.place[self.cursor]
+            value = target(*given[0], **given[1])
+        node.meta = self.fusion.region[-1].meta | {"val": value, "eager_input_vals": given}
         self.inserted.append(node)
-        self.cursor = node
+        self.place[node], self.cursor = self.place[self.cursor], node
         return node
 
 

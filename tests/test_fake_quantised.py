@@ -1,6 +1,7 @@
 """Operands that are quantised and dequantised in floats: graphs, results, near misses."""
 
 import functools
+import math
 import re
 from collections.abc import Callable
 
@@ -125,6 +126,35 @@ def test_quantisers_of_spellings(spelling: str) -> None:
     else:
         assert second.lowered, second.reason
         assert second.contract == "fp32 [128] -> int8 dynamic token scale fp32"
+
+
+@pytest.mark.parametrize("shape", [(2, 5), (17,), (1,)], ids=str)
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_both_operators_compiled(granularity: str, shape: tuple[int, ...]) -> None:
+    """The product takes views of scales that the quantiser's operator gives."""
+    module, x = layer(GRANULARITIES[granularity]), rows(M)[: math.prod(shape)].view(*shape, K)
+    with quantises():
+        run = torch.compile(module, backend="qinductor", options={"inductor": EXACT})
+        torch.testing.assert_close(run(x), module(x), rtol=1e-4, atol=1e-4)
+    assert [pattern for pattern, _ in lowered()] == ["scaled_matmul", "quantize"]
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_scales_of_whole_octaves_alone_are_powers_of_two(steps: int) -> None:
+    """Where both sides' are, a product in bf16 rounds nothing before it is taken."""
+
+    def octaves(x: torch.Tensor) -> torch.Tensor:
+        s = (x.float().abs().amax().clamp(min=1e-4) / 127).log2()
+        s = torch.exp2(torch.ceil(s * steps) / steps).to(x.dtype)
+        return (x / s).round().clamp(-128, 127) * s
+
+    module = layer(octaves, BF16)
+    module.s = torch.exp2(Random(3).integers(-8, -3, *module.s.shape, dtype=torch.int8).float()).to(
+        BF16
+    )
+    first = rewritten(lambda: module, rows(M, BF16)).report.sites[0]
+    assert (first.pattern, first.lowered) == ("scaled_matmul", steps == 1), first.reason
+    assert steps == 1 or "the graph multiplies dequantised operands" in str(first.reason)
 
 
 def site(fake: Callable, *more: torch.Tensor, options: dict | None = None) -> qinductor.Site:

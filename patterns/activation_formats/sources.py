@@ -150,7 +150,10 @@ def number(size: Any, symbols: Mapping[sympy.Symbol, int]) -> int:
         return int(size)
     expression = size.node.expr
     given = {symbol: symbols.get(symbol, USUAL) for symbol in expression.free_symbols}
-    return int(expression.xreplace(given))
+    try:
+        return int(expression.xreplace(given))
+    except ZeroDivisionError:
+        raise Refused(f"the size {size} must have a value for {given}") from None
 
 
 def count(value: torch.Tensor) -> int:
