@@ -205,8 +205,7 @@ def _(
     contract: str,
     plan: str,
 ) -> torch.Tensor:
-    form = parse(ScaledMatmul, contract)
-    return a.new_empty((a.shape[0], form.weight.n), dtype=form.out)
+    return _like(a, contract)
 
 
 @torch.library.register_fake("qinductor::scaled_matmul_zero", lib=LIBRARY)
@@ -218,6 +217,11 @@ def _(
     contract: str,
     plan: str,
 ) -> torch.Tensor:
+    return _like(a, contract)
+
+
+def _like(a: torch.Tensor, contract: str) -> torch.Tensor:
+    """A fake result for a[M, K]."""
     form = parse(ScaledMatmul, contract)
     return a.new_empty((a.shape[0], form.weight.n), dtype=form.out)
 

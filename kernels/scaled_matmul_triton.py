@@ -155,7 +155,7 @@ class ScaledMMA(Packed):
     version = 1
 
     def seconds(self, contract: ScaledMatmul) -> sympy.Expr:
-        # An H200's times of four shapes, to M = 128 within a fifth.
+        # An H200's times of four shapes, to M = 128 within about a fifth.
         spent, rate = cost(contract), 1.15 if slice_of(contract) else 1.5
         few = spent["bytes"] / 0.95 / BANDWIDTH
         rows = 2e-8 * M + 2.4e-10 * sympy.Min(M, 128, evaluate=False) ** 2

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from qinductor.kernels.scaled_matmul import TAGS
 from qinductor.kernels.sgl_checks import elsewhere, hold
 from qinductor.op import LIBRARY
 from qinductor.triton_compile import compiled
@@ -132,9 +133,9 @@ def bmm_fp8(
 
 
 _PAIR = "Tensor A, Tensor B, Tensor A_scale, Tensor B_scale, ScalarType dtype"
-_TAGS = (torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag)
-LIBRARY.define(f"{NAME}({_PAIR}) -> Tensor", tags=_TAGS)
-LIBRARY.define(f"{NAME}.out({_PAIR}, *, Tensor(a!) out) -> ()", tags=_TAGS)
+
+LIBRARY.define(f"{NAME}({_PAIR}) -> Tensor", tags=TAGS)
+LIBRARY.define(f"{NAME}.out({_PAIR}, *, Tensor(a!) out) -> ()", tags=TAGS)
 
 
 def _why_not_batched(

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 
 import torch
 
+from qinductor.kernels.scaled_matmul import TAGS
 from qinductor.kernels.sgl_checks import elsewhere, hold
-from qinductor.kernels.sgl_matmul import TAGS, contract, run
+from qinductor.kernels.sgl_matmul import contract, run
 from qinductor.op import LIBRARY
 
 BF16, FP32, E4M3 = torch.bfloat16, torch.float32, torch.float8_e4m3fn

@@ -15,7 +15,7 @@ import functools
 import torch
 
 from qinductor.contracts import QuantizedWeight, WeightFormat
-from qinductor.kernels.scaled_matmul import Operands, ScaledMatmul, reference
+from qinductor.kernels.scaled_matmul import TAGS, Operands, ScaledMatmul, reference
 from qinductor.kernels.scaled_matmul_direct import scaled_product
 from qinductor.kernels.sgl_checks import elsewhere, hold
 from qinductor.op import LIBRARY
@@ -193,7 +193,6 @@ def _row_scaled(
 
 
 _OPERANDS = "Tensor mat_a, Tensor mat_b, Tensor scales_a, Tensor scales_b, ScalarType out_dtype"
-TAGS = (torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag)
 LIBRARY.define(f"fp8_scaled_mm({_OPERANDS}, Tensor? bias=None) -> Tensor", tags=TAGS)
 LIBRARY.define(f"int8_scaled_mm({_OPERANDS}, Tensor? bias=None) -> Tensor", tags=TAGS)
 LIBRARY.define(f"fp8_blockwise_scaled_mm({_OPERANDS}) -> Tensor", tags=TAGS)

@@ -1,4 +1,4 @@
-"""An activation that is made from its own codes: x = codes * scale, rounded, and nothing else.
+"""An activation that is made from its own codes: x = (codes - zero) * scale, rounded, no more.
 
     codes -> cast -> [- zero] -> [view] -> * scale -> [view] -> x[M, K]
     codes, scale, zero -> an operator of a library's -> x[M, K]
@@ -10,6 +10,7 @@ roundings. Scale and zero may be tensors or numbers.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -154,7 +155,7 @@ class Dequantised:
 
 
 def has_codes(x: Node) -> bool:
-    """Whether x is made from codes by casts, views and products alone."""
+    """Whether x is made from codes, as far back as `_path` goes."""
     return any(node.meta["val"].dtype in STORED or _is_whole(node) for node, _ in _path(x))
 
 
@@ -344,21 +345,27 @@ def _is_power(node: Node, scope: Scope) -> bool:
         sizes = [size if isinstance(size, int) else size.node.hint for size in value.shape]
         if None in sizes:
             return False
-        # Biased exponents about 127, or exponents about 0: all of them, if by few at a time.
-        first, numel = 107 if value.dtype in BIASED else -20, math.prod(sizes)
-        powers = True
-        for start in range(0, EXPONENTS, max(1, numel)):
-            given = ((torch.arange(numel) + start) % EXPONENTS + first).view(sizes)
-            if value.dtype is torch.float8_e8m0fnu:
-                given = given.to(torch.uint8).view(value.dtype)
-            found = _made(node, scope, {cut: given.to(value.dtype)})
-            if found is None:
-                break
-            mantissa = found.double().frexp().mantissa
-            powers = powers and bool((found > 0).all() and (mantissa == 0.5).all())
-        else:
-            return powers
+        given = _exponents(sizes, value.dtype)
+        scales = (_made(node, scope, {cut: exponents}) for exponents in given)
+        found = list(itertools.takewhile(lambda scale: scale is not None, scales))
+        if len(found) == len(given):
+            return all(_are_powers(scale) for scale in found if scale is not None)
     return False
+
+
+def _exponents(sizes: Sequence[int], dtype: torch.dtype) -> list[torch.Tensor]:
+    """Tensors of biased exponents about 127, or of exponents about 0: as many as hold all."""
+    first, numel = 107 if dtype in BIASED else -20, math.prod(sizes)
+    found = []
+    for start in range(0, EXPONENTS, max(1, numel)):
+        given = ((torch.arange(numel) + start) % EXPONENTS + first).view(sizes)
+        is_e8m0 = dtype is torch.float8_e8m0fnu
+        found.append(given.to(torch.uint8).view(dtype) if is_e8m0 else given.to(dtype))
+    return found
+
+
+def _are_powers(scale: torch.Tensor) -> bool:
+    return bool((scale > 0).all() and (scale.double().frexp().mantissa == 0.5).all())
 
 
 def _made(node: Node, scope: Scope, given: Mapping[Node, torch.Tensor]) -> torch.Tensor | None:

@@ -54,13 +54,15 @@ class Product:
     form: str = "plain"
 
 
-def rows_of(product: Product) -> object:
-    """The M of the operator; None of a grouped product, whose experts take as many as there are."""
+def rows_of(product: Product) -> int | None:
+    """The M of the operator; None where it is symbolic, and of a grouped product, whose experts
+    take as many as there are."""
     if product.operator == "dequant_grouped_matmul":
         return None
     shape = product.inputs[0].meta["val"].shape
     m = shape[-1] if "turned" in product.form else shape[-2]
-    return m * shape[0] if "batched" in product.form else m
+    m = m * shape[0] if "batched" in product.form else m
+    return m if isinstance(m, int) else None
 
 
 def sides(node: Node) -> tuple[Node, Node]:

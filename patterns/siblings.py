@@ -30,7 +30,7 @@ class Proved:
     operands    what they make; one for each expert, if there are any
     read        the same of other tensors; holds no weights. A second argument is as for
                 `Lowering.pack`
-    m           its rows, if that is a number
+    m           its rows; None where they are symbolic
     text        what else is to be equal where the same is proved of the same leaves
     alone       whether it can be computed by itself only
     Others as in `Lowering`; the last of `views` is that of the result.
@@ -44,7 +44,7 @@ class Proved:
     operands: tuple[Any, ...]
     evaluations: tuple[int, int]
     read: Callable[..., tuple[Any, ...]]
-    m: object
+    m: int | None
     operator: str
     text: str = ""
     alone: bool = False
@@ -97,7 +97,7 @@ class Siblings:
 
     def _plan(self, first: Proved, contract: Any) -> Plan:
         """The plan of a contract for the rows of this product."""
-        return self.planner(self.op, contract, first.m if isinstance(first.m, int) else None)
+        return self.planner(self.op, contract, first.m)
 
     def _together(self, first: Proved, plan: Plan) -> tuple[list[Proved], Any, Plan]:
         """(the products that are computed as one, in the order of their results, as what, how)."""

@@ -52,7 +52,7 @@ def call(
     texts = list(tensors), str(contract), str(plan)
     if zero:
         return torch.ops.qinductor.scaled_matmul_zero(a, scale, *zero, *texts)
-    return torch.ops.qinductor.scaled_matmul(a, scale, list(tensors), str(contract), str(plan))
+    return torch.ops.qinductor.scaled_matmul(a, scale, *texts)
 
 
 def hold(
