@@ -93,23 +93,29 @@ def _low(y):
 
 
 @triton.jit
+def _beside(x, number: tl.constexpr):
+    """A number in float32 in the shape of x: Triton takes subnormal ones for float64."""
+    return tl.full(x.shape, number, tl.float32)
+
+
+@triton.jit
 def _scale(amax, F: tl.constexpr):
     """s, and amax as far as it is used again."""
     amax = rounded(amax, F.compute)
     if F.blank > 0:
-        amax = tl.where(amax > 0, amax, F.blank)
+        amax = tl.where(amax > 0, amax, _beside(amax, F.blank))
     if F.least > 0:
-        amax = at_least(amax, F.least)
+        amax = at_least(amax, _beside(amax, F.least))
     if F.inverse > 0:
         s = rounded(amax * F.inverse, F.compute)
     else:
-        s = rounded(tl.div_rn(amax, tl.full(amax.shape, F.qmax, tl.float32)), F.compute)
+        s = rounded(tl.div_rn(amax, _beside(amax, F.qmax)), F.compute)
     if F.floor > 0:
-        s = at_least(s, F.floor)
+        s = at_least(s, _beside(s, F.floor))
     if F.most > 0:
-        s = at_most(s, F.most)
+        s = at_most(s, _beside(s, F.most))
     if F.empty != 0:
-        s = tl.where(s == 0, F.empty, s)
+        s = tl.where(s == 0, _beside(s, F.empty), s)
     POWER: tl.constexpr = F.power
     if POWER != "":
         s = power_of_two(s, POWER)

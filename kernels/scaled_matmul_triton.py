@@ -335,7 +335,8 @@ def _operands(
 @functools.cache
 def tiles(contract: ScaledMatmul, m: int) -> tuple[Config, ...]:
     """Configs of one part of K that are worth measuring at m rows, the best guess first."""
-    centred = contract.zero is not None and slice_of(contract) > 0
+    # Those take more registers for each number of the result.
+    centred = slice_of(contract) > 0 and (contract.zero is not None or contract.out is FP32)
     table = {0: WHOLE, PROMOTED: ADDED}.get(slice_of(contract), SLICED)
     table = NIBBLES if four(contract) else table
     if centred:

@@ -57,6 +57,8 @@ FORMATS = {
     "int8 row zero": case("int8", 1, N, K, 1, K, INT8, zero=INT8),
     "int8 group128 zero": case("int8", 1, N, K, 1, 128, UINT8, zero=INT32),
     "w4 int8 group32 zero": case("int4", 1, N, K, 1, 32, INT8, zero=INT8),
+    "w4 int8 group32 zero fp32": case("int4", 1, N, K, 1, 32, INT8, zero=INT8, out=FP32),
+    "int8 group32 fp32": case("int8", 1, N, K, 1, 32, INT8, group=32, out=FP32),
     "w4 int8 group128 zero": case("int4", 1, N, K, 1, 128, INT8, zero=INT32),
     "w4 int8 channel zero": case("int4", 1, N, K, 1, K, INT8, group=0, zero=FP32),
     "w4 int8 token zero int64": case("int4", 1, N, K, 1, K, INT8, zero=torch.int64),

@@ -261,6 +261,9 @@ def product(
     WIDE_W: tl.constexpr = mantissa(F.code, F.wide)
     SUMS: tl.constexpr = tl.float32 if F.promote else F.sums
     acc = tl.zeros((BN, BM) if SWAP else (BM, BN), SUMS)
+    CAREFUL: tl.constexpr = F.promote and F.out == tl.float32  # its last bits are the sums' own
+    if CAREFUL:
+        excess = tl.zeros(acc.shape, tl.float32)  # of acc, by the roundings of its sums
     rows = row + tl.arange(0, BM)
     if F.zero != "" and F.promote and F.rows != "group":
         z, rest = _zeros(z_ptr, z_row, 0, rows, 0, M, 1, F)
@@ -295,10 +298,16 @@ def product(
                         sums = _centred(
                             sums, z, rest, sums_ptr, column + tl.arange(0, BN), k, N, K, F, BS, SWAP
                         )
-                    acc = _added(
-                        acc, sums, sa_ptr, sa_row, sa_group, sw_ptr, sw_row, sw_group, row, column,
-                        k, M, N, K, F, BM, BN, SWAP,
+                    term = _added(
+                        -excess if CAREFUL else acc, sums, sa_ptr, sa_row, sa_group, sw_ptr,
+                        sw_row, sw_group, row, column, k, M, N, K, F, BM, BN, SWAP,
                     )  # fmt: skip
+                    if CAREFUL:
+                        whole = acc + term
+                        excess = (whole - acc) - term
+                        acc = whole
+                    else:
+                        acc = term
     if SWAP:
         acc = acc.trans(1, 0)
     m, n = row + tl.arange(0, BM), column + tl.arange(0, BN)

@@ -696,6 +696,7 @@ output [%27]
 output [%9]
 """)
 
+    @pytest.mark.skipif(torch.__version__ < (2, 13), reason="placeholders in another order")
     def test_a_weight_alone(self) -> None:
         module = trained(int4_groups)
         self.graph(lambda: module, rows(8, BF16))("""\

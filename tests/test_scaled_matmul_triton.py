@@ -13,7 +13,7 @@ import qinductor
 from qinductor.contracts import difference
 from qinductor.kernels import scaled_matmul_triton as family
 from qinductor.kernels.scaled_matmul import SCALED_MATMUL, reference
-from qinductor.kernels.scaled_matmul_cases import CASES, E4M3, E5M2, FP8, FP32, INT8, case
+from qinductor.kernels.scaled_matmul_cases import CASES, E4M3, E5M2, FP8, FP32, INT8, case, wide
 from qinductor.kernels.scaled_matmul_triton_form import nibbles
 
 qinductor.load()
@@ -173,3 +173,15 @@ def test_sums_of_int8_are_exact_where_they_are_large():
         plan = only(f"triton.scaled_mma@{config}")
         out = call(a, scale, packed(plan, chosen.contract, source), chosen.contract, plan)
         assert not difference(out, reference(chosen.contract, a, scale, source))
+
+
+@pytest.mark.parametrize("codes", ["int8", "int4"])
+def test_fp32_sums_of_many_slices(codes):
+    """Where 128 are added in a row their roundings would make an error of 2e-7."""
+    chosen = case(codes, 16, 256, 4096, 1, 32, INT8, group=32, out=FP32)
+    contract, plan = chosen.contract, only("triton.scaled_mma@m16.n64.k128.s1.w4.p4.swap")
+    a, scale, source = chosen.make()
+    out = call(a, scale, packed(plan, contract, source), contract, plan).double()
+    x, y = wide(contract, a, scale, source)
+    exact = x.double() @ y.double().t()
+    assert (out - exact).square().mean() < (1e-7**2) * exact.square().mean()
