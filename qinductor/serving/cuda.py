@@ -108,40 +108,36 @@ def capturing() -> bool:
 
 
 class Compiles:
-    """Counts compiles of Dynamo and of Triton; raises for one while `forbidden`."""
+    """Counts Dynamo's compiles and kernels that Triton loads; raises for one while `forbidden`."""
 
     def __init__(self) -> None:
-        self.triton = 0
+        self.loaded = 0
         self.forbidden = False
 
     @property
     def count(self) -> int:
-        """Compiles until now."""
-        return self.triton + int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+        """Both until now."""
+        return self.loaded + int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+    def _load(self, module: Any, function: Any, name: str, *rest: Any) -> None:
+        self.loaded += 1
+        if self.forbidden:
+            raise QinductorError(f"{name} was to be loaded while a CUDA graph was recorded")
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Sees Triton's compiles; hooks of others still run."""
+        """Sees what Triton loads."""
         try:
             from triton import knobs
         except ImportError:
             yield
             return
-        runtime: Any = knobs.runtime
-        before = runtime.jit_cache_hook
-
-        def seen(*arguments: Any, **named: Any) -> Any:
-            self.triton += 1
-            if self.forbidden:
-                kernel = getattr(named.get("fn"), "name", "a kernel")
-                raise QinductorError(f"{kernel} was to be compiled while a CUDA graph is recorded")
-            return before(*arguments, **named) if before is not None else None
-
-        runtime.jit_cache_hook = seen
+        hooks: Any = knobs.runtime.kernel_load_start_hook
+        hooks.add(self._load)
         try:
             yield
         finally:
-            runtime.jit_cache_hook = before
+            hooks.remove(self._load)
 
     @contextlib.contextmanager
     def none(self) -> Iterator[None]:
