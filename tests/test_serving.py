@@ -478,3 +478,22 @@ def test_sizes_between():
     assert [call.size for call in calls] == [8, 5, 4, 1]
     assert [call.size for call in examples.between(calls)] == [2, 6]
     assert examples.between(calls)[1]()[0][0].shape == (6, 2)
+
+
+def test_weights_of_a_subclass_are_known_by_their_parts(fails):
+    """Whose own address is 0."""
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    def made(seed):
+        torch.manual_seed(seed)
+        model = torch.nn.Sequential(torch.nn.Linear(64, 64, dtype=BF16))
+        quantize_(model.requires_grad_(False), Int8WeightOnlyConfig())
+        return model
+
+    model, other, x = made(0), made(1), Random(1).normal(4, 64)
+    served = compiled(model, patterns={"dequant_matmul": "off"})
+    account = qinductor.warmup(served, x, quiet=True)
+    torch.testing.assert_close(served(x), model(x), atol=0.02, rtol=0.02)
+    model[0] = other[0]
+    torch.testing.assert_close(served(x), other(x), atol=0.02, rtol=0.02)
+    assert account.replayed == 1 and sum(account.plain.values()) == 1

@@ -261,7 +261,13 @@ class Runner:
         pairs = zip(self._changing, self._tensors, strict=True)
         sizes = tuple(tuple(arguments[i].shape) if t else arguments[i] for i, t in pairs)
         with torch._C.DisableTorchFunctionSubclass():
-            places = tuple(p for i in self._fixed for p in _pointers(arguments[i]))
+            held = [arguments[i] for i in self._fixed]
+            try:
+                places = tuple(map(torch.Tensor.data_ptr, held))
+            except RuntimeError:  # of one that was freed
+                places = (0,)
+            if 0 in places:  # or of a subclass, which has none of its own
+                places = tuple(p for value in held for p in map(pointer_of, parts(value)))
         return sizes, places
 
     def choice(self, arguments: Sequence[Any]) -> Choice:
@@ -333,12 +339,6 @@ class Runner:
             padding.axis_of(dict(zip(self.seen, map(_shape, column), strict=True)))
             for column in zip(*self.seen.values(), strict=True)
         ]
-
-
-def _pointers(value: torch.Tensor) -> Sequence[int]:
-    if type(value) in (torch.Tensor, torch.nn.Parameter):
-        return (pointer_of(value),)
-    return [pointer_of(part) for part in parts(value)]
 
 
 def _shape(value: Any) -> tuple[int, ...]:
