@@ -50,6 +50,9 @@ class Recorder:
     def allocated(self) -> int:
         return 0
 
+    def beside(self) -> int:
+        return 0
+
     def free(self) -> None:
         pass
 

@@ -1,7 +1,9 @@
 """warmup and replay, with a recorder for the CPU: what is replayed, and what is not."""
 
 import copy
+import gc
 import re
+import weakref
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from served import Counting, Recorder, int4_layer
 from torch._dynamo.utils import counters
 
 import qinductor
-from qinductor.serving import cuda, examples, padding
+from qinductor.serving import _sessions, cuda, examples, padding
 from qinductor.testing import product_oracle
 
 SIZES = [2, 4, 8]
@@ -305,10 +307,67 @@ def test_a_compile_while_recording_is_an_error(fails):
     fails[4] = lambda: torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
     model = Two()
     served = compiled(model)
+    with pytest.raises(qinductor.QinductorError, match="compiled while a CUDA graph was recorded"):
+        qinductor.warmup(served, rows(4), quiet=True)
+    held_to_eager(model, served, [4])
+
+
+def test_what_fails_while_recording_runs_plainly(fails):
+    def fail():
+        try:
+            raise ValueError("of the graph")
+        except ValueError:
+            raise RuntimeError("capture was invalidated") from None
+
+    fails[4] = fail
+    model = Two()
+    served = compiled(model)
     account = qinductor.warmup(served, rows(4), quiet=True)
-    assert "a graph was compiled while a CUDA graph was recorded" in account.outcomes[0].reason
+    assert account.outcomes[0].reason == "ValueError: of the graph"
     held_to_eager(model, served, [4])
     assert account.replayed == 0
+
+
+def test_a_second_warmup_of_other_shapes(fails):
+    """Whose sizes are no sizes of the first."""
+    model = Function(lambda h, x: h)
+    served = compiled(model)
+    qinductor.warmup(served, torch.randn(1, 1, 16), batch_sizes=[3, 5], quiet=True)
+    account = qinductor.warmup(
+        served, torch.randn(2, 7, 16), shapes=[(2, 7, 16), (2, 9, 16)], quiet=True
+    )
+    for shape in ((3, 1), (4, 1), (5, 1), (2, 7), (2, 8), (2, 9)):
+        x = torch.randn(*shape, 16)
+        torch.testing.assert_close(served(x), model(x))
+    assert account.replayed == 6
+
+
+def test_recordings_end_with_their_model(fails):
+    model, other = int4_layer(), int4_layer()
+    served, kept = compiled(model), compiled(other)
+    x = Random(1).normal(4, 128)
+    qinductor.warmup(served, x, quiet=True)
+    qinductor.warmup(kept, x, quiet=True)
+    entries = [weakref.ref(entry) for entry in _sessions[id(model)][1].entries]
+    assert entries
+    del model, served
+    gc.collect()
+    assert not any(entry() for entry in entries) and len(_sessions) == 1
+
+
+def test_a_function_that_calls_the_model(fails):
+    model = Two()
+    served = compiled(model)
+    account = qinductor.warmup(lambda x: served(x)[0], rows(4), quiet=True)
+    gc.collect()
+    held_to_eager(model, served, [4])
+    assert account.replayed == 1
+
+
+def test_large_inputs_that_are_copied(fails):
+    served = compiled(Function(lambda h, x: h))
+    account = qinductor.warmup(served, rows(1 << 19), quiet=True)
+    assert re.search(r"x.* is copied at every call, 32 MiB: .*mark_static", account.notes[0])
 
 
 def test_shapes(fails):

@@ -10,7 +10,7 @@ from served import Counting, int4_layer
 from torch._dynamo.utils import counters
 
 import qinductor
-from qinductor.serving import _owner, _sessions
+from qinductor.serving import _sessions
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU to run")
 SIZES = [1, 2, 4, 8, 16]
@@ -51,7 +51,7 @@ def plain(model, **options):
 
 def poison(model):
     """Overwrites all that replays write to or read from, but for weights."""
-    for entry in _sessions[_owner(model)].entries:
+    for entry in _sessions[id(model)][1].entries:
         for held in entry.held:
             held.buffer.fill_(float("nan") if held.buffer.is_floating_point() else 0)
         for out in entry.recording.outputs:
@@ -180,7 +180,7 @@ def test_out_of_memory_while_recording():
     qinductor.warmup(served, rows(4), batch_sizes=[4], quiet=True)
     held = torch.cuda.memory_reserved()
     total = torch.cuda.get_device_properties(0).total_memory
-    session = _sessions[_owner(model)]
+    session = _sessions[id(model)][1]
     gpu = next(iter(session.gpus.values()))
     record = gpu.record
 

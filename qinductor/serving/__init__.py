@@ -14,7 +14,7 @@ from qinductor.serving.examples import Call, between, calls_of, devices
 from qinductor.serving.padding import Padding
 from qinductor.serving.session import ROUNDS, Session
 
-_sessions: "weakref.WeakKeyDictionary[Any, Session]" = weakref.WeakKeyDictionary()
+_sessions: dict[int, tuple[Any, Session]] = {}  # by id of a model: a reference to it, and its
 
 
 def warmup(
@@ -52,7 +52,7 @@ def warmup(
     """
     policies.check(padding)
     calls = calls_of(example, kwargs or {}, batch_sizes, shapes)
-    session = _sessions.setdefault(_owner(model), Session())
+    session = _session(model)
     more = between(calls)
     total = 4 * len(calls) + 2 * len(more)
     with session.warming(padding), progress(total, quiet) as said:
@@ -105,25 +105,41 @@ def _phases(
                 break
         else:
             session.account.note(f"something is compiled in each of {ROUNDS} runs")
-    held = session.pools()
+    held, beside = session.pools(), session.beside()
     with session.phase("CUDA graphs", pool) as phase:
         run("record", calls)
         session.spread()
         run("prove", more)
         phase.used = session.pools() - held
+    if taken := session.beside() - beside:
+        session.account.note(f"beside tensors, CUDA graphs take {taken / (1 << 20):.1f} MiB")
 
 
 def release(model: Callable[..., Any] | None = None) -> None:
     """Gives the memory back that warm-up took: recordings, their pool, buffers. The model goes on
     without them; its packed weights stay, as its compiled code needs them.
 
-    model: as given to `warmup`; None for all. A model that was not warmed up is none to release.
+    model: as given to `warmup`; None for all. Of a module that dies they are released, too.
     """
-    owners = list(_sessions) if model is None else [_owner(model)]
-    for owner in owners:
-        session = _sessions.pop(owner, None)
-        if session is not None:
-            session.release()
+    for key in list(_sessions) if model is None else [id(_owner(model))]:
+        _released(key)
+
+
+def _released(key: int) -> None:
+    _, session = _sessions.pop(key, (None, None))
+    if session is not None:
+        session.release()
+
+
+def _session(model: Any) -> Session:
+    owner = _owner(model)
+    if id(owner) not in _sessions:
+        held = owner  # a function, made for this one call perhaps: until it is released
+        if isinstance(owner, torch.nn.Module):
+            held = weakref.finalize(owner, _released, id(owner))
+            held.atexit = False
+        _sessions[id(owner)] = held, Session()
+    return _sessions[id(owner)][1]
 
 
 def _owner(model: Any) -> Any:

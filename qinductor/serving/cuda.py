@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import gc
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -30,6 +31,7 @@ class Gpu:
         self.stream = torch.cuda.Stream(device)
         self.pool = torch.cuda.graph_pool_handle()
         self.last: torch.cuda.Stream | None = None  # on which a replay was started
+        self.lock = threading.RLock()
 
     def ready(self) -> None:
         """cuBLAS takes its workspaces now, one for each stream, or they would be counted."""
@@ -71,7 +73,7 @@ class Gpu:
     @contextlib.contextmanager
     def replaying(self) -> Iterator[None]:
         """On any stream: replays share memory, so one waits for another's end."""
-        with torch.cuda.device(self.device):
+        with self.lock, torch.cuda.device(self.device):
             stream = torch.cuda.current_stream(self.device)
             if self.last is not None and self.last != stream:
                 stream.wait_stream(self.last)
@@ -91,6 +93,11 @@ class Gpu:
         """Bytes of all tensors on the device."""
         torch.cuda.synchronize(self.device)
         return torch.cuda.memory_allocated(self.device)
+
+    def beside(self) -> int:
+        """Bytes of the device that others than tensors take, CUDA graphs among them."""
+        free, total = torch.cuda.mem_get_info(self.device)
+        return total - free - torch.cuda.memory_reserved(self.device)
 
     def free(self) -> None:
         """Gives memory that nothing uses back to the device."""

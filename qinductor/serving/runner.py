@@ -6,6 +6,7 @@ tensors marked static and those that the graph writes to are taken where they li
 """
 
 import dataclasses
+import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -143,6 +144,7 @@ class Entry:
     recording  None once weights have changed: it is of no more use
     choice   the compiled variant and the packed weights
     outputs  as the compiled graph gave them, in memory that replays write
+    family   the sizes that were seen with it
     shared   whether an output lies in an input that is taken by address, and is no copy
     axes     of outputs that grow; None where padding is not allowed, for the `reason`
     proved   whether a padded call was seen to give what the plain one gives
@@ -154,6 +156,7 @@ class Entry:
     choice: Choice
     held: list[Held]
     shared: list[bool]
+    family: "Family"
     axes: list[Axis | None] | None = None
     reason: str = "only one size of it was recorded"
     proved: bool = False
@@ -217,28 +220,70 @@ def distinct(value: torch.Tensor) -> torch.Tensor:
     return value
 
 
+class Family:
+    """The sizes that one warm-up saw of one graph: of inputs that may change, by a call's size.
+
+    gave  what the outputs looked like then
+    """
+
+    def __init__(self) -> None:
+        self.seen: dict[int, Sizes] = {}
+        self.gave: dict[int, list[Any]] = {}
+
+    @functools.cached_property
+    def axes(self) -> list[Axis | None] | None:
+        """How the inputs grow, values as shapes of one axis; None if not in proportion."""
+        try:
+            return [
+                padding.axis_of(dict(zip(self.seen, map(_shape, column), strict=True)))
+                for column in zip(*self.seen.values(), strict=True)
+            ]
+        except ValueError:
+            return None
+
+    def saw(self, size: int, sizes: Sizes) -> None:
+        """Notes the sizes of inputs at the size of a call."""
+        self.seen.setdefault(size, sizes)
+        vars(self).pop("axes", None)
+
+    def fits(self, sizes: Sizes) -> Iterator[tuple[int, int]]:
+        """(recorded size, the call's own), smallest first, of calls that padding would do for."""
+        axes, shapes = self.axes, list(map(_shape, sizes))
+        if axes is None or len(axes) != len(shapes):
+            return
+        growing = [(s, axis) for s, axis in zip(shapes, axes, strict=True) if axis is not None]
+        if not growing or len(growing[0][0]) <= growing[0][1].dim:
+            return
+        shape, axis = growing[0]
+        size = shape[axis.dim] // axis.each
+        for bucket in sorted(self.seen):
+            known = map(_shape, self.seen[bucket])
+            if size < bucket and shapes == [
+                _cut(*of, size) for of in zip(known, axes, strict=True)
+            ]:
+                yield bucket, size
+
+
 class Runner:
     """What the backend gives Dynamo for `Options(cudagraphs="buckets")`.
 
-    run      the compiled graph
-    entries  recorded calls
-    seen     sizes of the inputs that may change, by the size of the call
-    gave     what the outputs looked like, by it
-    symbolic whether sizes are inputs, so that it serves more than one
+    run       the compiled graph
+    entries   recorded calls
+    families  what each warm-up saw
+    symbolic  whether sizes are inputs, so that it serves more than one
     """
 
     def __init__(self, run: Any, signature: Signature) -> None:
         self.run, self.inputs = run, signature.inputs
         self.device, self.reason = signature.device, signature.reason
         self.entries: dict[Key, Entry] = {}
-        self.seen: dict[int, Sizes] = {}
-        self.gave: dict[int, list[Any]] = {}
+        self.families: list[Family] = []
         self.account = Account()
         self.lock = threading.RLock()
-        self._fits: dict[Sizes, list[tuple[int, int]]] = {}
+        self._fits: dict[Sizes, list[tuple[Family, int, int]]] = {}
         places = enumerate(self.inputs)
-        self._changing = [i for i, given in places if given.kind != "weight"]
-        self._tensors = [self.inputs[i].kind != "value" for i in self._changing]
+        self.changing = [i for i, given in places if given.kind != "weight"]
+        self._tensors = [self.inputs[i].kind != "value" for i in self.changing]
         self.symbolic = not all(self._tensors)
         self._fixed = [i for i, x in enumerate(self.inputs) if x.kind not in ("copied", "value")]
 
@@ -258,7 +303,7 @@ class Runner:
 
     def key(self, arguments: Sequence[Any]) -> Key:
         """By which a call is found."""
-        pairs = zip(self._changing, self._tensors, strict=True)
+        pairs = zip(self.changing, self._tensors, strict=True)
         sizes = tuple(tuple(arguments[i].shape) if t else arguments[i] for i, t in pairs)
         with torch._C.DisableTorchFunctionSubclass():
             held = [arguments[i] for i in self._fixed]
@@ -293,52 +338,37 @@ class Runner:
         self, sizes: Sizes, places: tuple[int, ...]
     ) -> tuple[Entry | None, int | None, str]:
         reason = "no recorded size fits"
-        for bucket, size in self.fits(sizes):
-            entry = self.entries.get((self.seen[bucket], places))
-            if entry is not None and entry.axes is not None and entry.proved:
-                return entry, size, ""
-            if entry is not None:
+        for family, bucket, size in self._fitting(sizes):
+            entry = self.entries.get((family.seen[bucket], places))
+            if entry is not None and entry.family is family:
+                if entry.axes is not None and entry.proved:
+                    return entry, size, ""
                 reason = f"not padded: {entry.reason}"
         return None, None, reason
 
-    def fits(self, sizes: Sizes) -> list[tuple[int, int]]:
-        """(recorded size, the call's own), smallest first, of calls that padding would do for."""
+    def _fitting(self, sizes: Sizes) -> list[tuple[Family, int, int]]:
         if sizes not in self._fits:
             if len(self._fits) >= FITS:
                 self._fits.clear()
-            self._fits[sizes] = list(self._fitting(sizes))
+            self._fits[sizes] = [(f, *of) for f in self.families for of in f.fits(sizes)]
         return self._fits[sizes]
 
-    def _fitting(self, sizes: Sizes) -> Iterator[tuple[int, int]]:
-        try:
-            axes = self.axes()
-        except ValueError:
-            return
-        for bucket in sorted(self.seen):
-            of = [
-                (given[axis.dim], axis.each)
-                for given, axis in zip(map(_shape, sizes), axes, strict=True)
-                if axis is not None and len(given) > axis.dim
-            ]
-            size = of[0][0] // of[0][1] if of else bucket
-            if size < bucket and all(
-                _shape(given) == _cut(_shape(known), axis, size)
-                for given, known, axis in zip(sizes, self.seen[bucket], axes, strict=True)
-            ):
-                yield bucket, size
-
-    def saw(self, size: int, sizes: Sizes) -> None:
+    def saw(self, family: Family, size: int, sizes: Sizes) -> None:
         """Notes the sizes of inputs at the size of a call."""
-        self.seen.setdefault(size, sizes)
+        if family not in self.families:
+            self.families.append(family)
+        family.saw(size, sizes)
         self._fits.clear()
 
-    def axes(self) -> list[Axis | None]:
-        """How the inputs that may change grow, values as shapes of one axis. ValueError if not in
-        proportion."""
-        return [
-            padding.axis_of(dict(zip(self.seen, map(_shape, column), strict=True)))
-            for column in zip(*self.seen.values(), strict=True)
-        ]
+    def forget(self, entries: Sequence[Entry]) -> None:
+        """Drops recorded calls."""
+        with self.lock:
+            gone = {id(entry) for entry in entries}
+            for key in [key for key, entry in self.entries.items() if id(entry) in gone]:
+                del self.entries[key]  # in place: `torch._dynamo.disable` holds the dict, too
+            left = {id(entry.family) for entry in self.entries.values()}
+            self.families[:] = [family for family in self.families if id(family) in left]
+            self._fits.clear()
 
 
 def _shape(value: Any) -> tuple[int, ...]:

@@ -9,17 +9,18 @@ from typing import Any
 
 import torch
 
-from qinductor.errors import OptionError
+from qinductor.errors import OptionError, QinductorError
 from qinductor.freed import is_freed, parts
 from qinductor.report import reports
 from qinductor.serving import cuda, padding
 from qinductor.serving.account import Account, Outcome, Phase
 from qinductor.serving.padding import Padding
-from qinductor.serving.runner import Entry, Held, Runner, distinct, warm, warming
+from qinductor.serving.runner import Entry, Family, Held, Runner, distinct, warm, warming
 
 RESTORED = (
     64 << 20
 )  # bytes of states that a call of warm-up leaves as they were; larger ones change
+COPIED = 16 << 20  # bytes of an input from which copying it is worth a note
 ROUNDS = 5  # runs of all sizes until one must compile nothing
 BLOCK = 512  # bytes to which the allocator rounds up
 
@@ -58,6 +59,7 @@ class Session:
         self.scratch: dict[torch.device, Any] = {}
         self.kept: list[Any] = []
         self.names: dict[int, str] = {}
+        self.families: dict[int, Family] = {}  # of this warm-up, by graph
 
     @contextlib.contextmanager
     def warming(self, padding: Padding) -> Iterator[None]:
@@ -65,6 +67,7 @@ class Session:
         if warming() is not None:
             raise OptionError("warmup was called within a warmup")
         self.padding = padding
+        self.families.clear()
         warm(self)
         try:
             with self.compiles.watched():
@@ -94,10 +97,12 @@ class Session:
                     self.account.note("warm-up has written to states of more than 64 MiB")
                     break
                 before.append((arguments[i], arguments[i].detach().clone()))
-        yield
-        with torch.no_grad():
-            for state, old in before:
-                state.copy_(old)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for state, old in before:
+                    state.copy_(old)
 
     def _called(self, runner: Runner, arguments: Sequence[Any]) -> Any:
         if runner.reason is None and runner.device is not None:
@@ -108,7 +113,7 @@ class Session:
                 return self._recorded(gpu, runner, arguments)
             self._measure(runner, arguments)
             out = runner.run(*arguments)
-            runner.gave.setdefault(self.size, [_look(one) for one in out])
+            self.family(runner).gave.setdefault(self.size, [_look(one) for one in out])
             if any(isinstance(one, torch.Tensor) and one.requires_grad for one in out):
                 runner.reason = "a training graph; wanted warmup and calls within torch.no_grad()"
             return out
@@ -139,7 +144,11 @@ class Session:
             known = extents.setdefault(i, Extent(0, value.dtype))
             if elements > known.elements:
                 extents[i] = Extent(elements, value.dtype)
-        runner.saw(self.size, runner.key(arguments)[0])
+        runner.saw(self.family(runner), self.size, runner.key(arguments)[0])
+
+    def family(self, runner: Runner) -> Family:
+        """What this warm-up saw of a graph."""
+        return self.families.setdefault(id(runner), Family())
 
     def check_names(self) -> None:
         """OptionError if padding names what no graph has."""
@@ -159,7 +168,13 @@ class Session:
         """Makes the buffers."""
         with torch.inference_mode(False):  # others could not be written to outside of it
             for runner, extents in self.extents.items():
-                for extent in extents.values():
+                for i, extent in extents.items():
+                    if extent.memory is None and extent.bytes > COPIED:
+                        name, size = runner.inputs[i].name, extent.bytes >> 20
+                        self.account.note(
+                            f"{name} is copied at every call, {size} MiB: if it is always the same "
+                            "tensor, call torch._dynamo.mark_static_address on it"
+                        )
                     if extent.memory is None:
                         extent.memory = torch.zeros(
                             extent.elements, dtype=extent.dtype, device=runner.device
@@ -217,11 +232,16 @@ class Session:
         except torch.OutOfMemoryError as error:
             self._outcome(runner, f"out of memory: {str(error).splitlines()[0]}")
             return runner.run(*arguments)
+        except QinductorError:  # something was compiled
+            raise
         except Exception as error:
-            said = (str(error) or "no message").splitlines()[0]
-            self._outcome(runner, f"{type(error).__name__}: {said}")
+            first: BaseException = error  # the last one says only that recording has failed
+            while first.__context__ is not None:
+                first = first.__context__
+            said = (str(first) or "no message").splitlines()[0]
+            self._outcome(runner, f"{type(first).__name__}: {said}")
             return runner.run(*arguments)
-        entry = Entry(gpu, self.size, recording, choice, held, shared)
+        entry = Entry(gpu, self.size, recording, choice, held, shared, self.family(runner))
         runner.entries[key] = entry
         self.entries.append(entry)
         self.account.captures += 1
@@ -231,26 +251,29 @@ class Session:
     def spread(self) -> None:
         """Decides which axes of each graph's inputs and outputs grow with a call's size."""
         for runner in self.runners:
-            ours = [entry for entry in runner.entries.values() if entry in self.entries]
+            family = self.family(runner)
             try:
-                axes = runner.axes()
-                looks = zip(*runner.gave.values(), strict=True)
-                grown = [_grown(dict(zip(runner.gave, look, strict=True))) for look in looks]
-                reason = self._unpadded(runner, axes)
+                looks = zip(*family.gave.values(), strict=True)
+                grown = [_grown(dict(zip(family.gave, look, strict=True))) for look in looks]
+                reason = self._unpadded(runner, family)
             except ValueError as error:
                 reason = str(error)
-            for entry in ours:
-                if reason is not None:
-                    entry.axes, entry.reason = None, reason
+            for entry in runner.entries.values():
+                if entry.family is not family:
                     continue
-                by_place = dict(zip(runner._changing, axes, strict=True))
+                if reason is not None or family.axes is None:
+                    entry.reason = reason or ""
+                    continue
+                by_place = dict(zip(runner.changing, family.axes, strict=True))
                 for held in entry.held:
                     held.axis = by_place[held.index]
                 entry.axes, entry.reason = grown, "it was not tried"
 
-    def _unpadded(self, runner: Runner, axes: Sequence[Any]) -> str | None:
+    def _unpadded(self, runner: Runner, family: Family) -> str | None:
         """Why calls of a graph are not padded, or None."""
-        if len(runner.seen) < 2 or not any(axis is not None for axis in axes):
+        if family.axes is None:
+            return "of its inputs no single axis grows in proportion"
+        if len(family.seen) < 2 or not any(axis is not None for axis in family.axes):
             return "only one size of it was recorded"
         written = [given.name for given in runner.inputs if given.kind == "written"]
         if written and self.padding is None:
@@ -262,9 +285,10 @@ class Session:
         with self._restored(runner, arguments):
             plain = runner.run(*arguments)
         sizes, places = runner.key(arguments)
-        for bucket, size in runner.fits(sizes):
-            entry = runner.entries.get((runner.seen[bucket], places))
-            if entry is None or entry.axes is None or size < 1:
+        family = self.family(runner)
+        for bucket, size in family.fits(sizes):
+            entry = runner.entries.get((family.seen[bucket], places))
+            if entry is None or entry.axes is None or entry.family is not family or size < 1:
                 continue
             with self._restored(runner, arguments):
                 padded = entry(arguments, size)
@@ -315,13 +339,14 @@ class Session:
         """Bytes of the pools of recordings."""
         return int(sum(gpu.held() for gpu in self.gpus.values()))
 
+    def beside(self) -> int:
+        """Bytes of devices that others than tensors take."""
+        return int(sum(gpu.beside() for gpu in self.gpus.values()))
+
     def release(self) -> None:
         """Drops recordings and buffers, and gives their memory back."""
         for runner in list(self.runners):
-            with runner.lock:
-                for key, entry in list(runner.entries.items()):
-                    if entry in self.entries:
-                        del runner.entries[key]
+            runner.forget(self.entries)
         for entry in self.entries:
             entry.drop()
         self.entries.clear()
