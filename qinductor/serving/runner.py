@@ -116,10 +116,11 @@ def _device(arguments: Sequence[Any]) -> tuple[torch.device | None, str | None]:
 def left_to_inductor(gm: GraphModule, arguments: Sequence[Any]) -> str | None:
     """Why a graph is Inductor's trees' to record, which split it; None if it is ours, or nobody's.
 
-    Something in it is on a CPU, and the rest is not.
+    An input is on a CPU, or something larger than a number is made there, and the rest is not.
     """
-    values = [*arguments, *(node.meta.get("example_value") for node in gm.graph.nodes)]
-    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    made = [node.meta.get("example_value") for node in gm.graph.nodes]
+    tensors = [value for value in arguments if isinstance(value, torch.Tensor)]
+    tensors += [value for value in made if isinstance(value, torch.Tensor) and value.dim()]
     kinds = {tensor.device.type for tensor in tensors}
     if kinds & set(cuda.RECORDERS) and "cpu" in kinds:
         return "a part of the graph is on a CPU"
@@ -285,7 +286,7 @@ class Runner:
         self.changing = [i for i, given in places if given.kind != "weight"]
         self._tensors = [self.inputs[i].kind != "value" for i in self.changing]
         self.symbolic = not all(self._tensors)
-        self._fixed = [i for i, x in enumerate(self.inputs) if x.kind not in ("copied", "value")]
+        self.fixed = [i for i, x in enumerate(self.inputs) if x.kind not in ("copied", "value")]
 
     def __call__(self, *arguments: Any) -> Any:
         session = warming()
@@ -306,7 +307,7 @@ class Runner:
         pairs = zip(self.changing, self._tensors, strict=True)
         sizes = tuple(tuple(arguments[i].shape) if t else arguments[i] for i, t in pairs)
         with torch._C.DisableTorchFunctionSubclass():
-            held = [arguments[i] for i in self._fixed]
+            held = [arguments[i] for i in self.fixed]
             try:
                 places = tuple(map(torch.Tensor.data_ptr, held))
             except RuntimeError:  # of one that was freed

@@ -17,9 +17,7 @@ from qinductor.serving.account import Account, Outcome, Phase
 from qinductor.serving.padding import Padding
 from qinductor.serving.runner import Entry, Family, Held, Runner, distinct, warm, warming
 
-RESTORED = (
-    64 << 20
-)  # bytes of states that a call of warm-up leaves as they were; larger ones change
+RESTORED = 64 << 20  # bytes of states that are as before after warm-up; more of them are not
 COPIED = 16 << 20  # bytes of an input from which copying it is worth a note
 ROUNDS = 5  # runs of all sizes until one must compile nothing
 BLOCK = 512  # bytes to which the allocator rounds up
@@ -55,11 +53,13 @@ class Session:
         )
         self.gpus: dict[torch.device, Any] = {}
         self.compiles = cuda.Compiles()
-        self.mode, self.size, self.padding = "run", 0, None  # type: tuple[str, int, Padding]
+        self.mode, self.size = "run", 0
+        self.padding: Padding = None
         self.scratch: dict[torch.device, Any] = {}
         self.kept: list[Any] = []
-        self.names: dict[int, str] = {}
-        self.families: dict[int, Family] = {}  # of this warm-up, by graph
+        self.names: weakref.WeakKeyDictionary[Runner, str] = weakref.WeakKeyDictionary()
+        # Of this warm-up.
+        self.families: weakref.WeakKeyDictionary[Runner, Family] = weakref.WeakKeyDictionary()
 
     @contextlib.contextmanager
     def warming(self, padding: Padding) -> Iterator[None]:
@@ -148,7 +148,7 @@ class Session:
 
     def family(self, runner: Runner) -> Family:
         """What this warm-up saw of a graph."""
-        return self.families.setdefault(id(runner), Family())
+        return self.families.setdefault(runner, Family())
 
     def check_names(self) -> None:
         """OptionError if padding names what no graph has."""
@@ -303,7 +303,7 @@ class Session:
         return plain
 
     def _name(self, runner: Runner) -> str:
-        return self.names.setdefault(id(runner), f"graph {len(self.names) + 1}")
+        return self.names.setdefault(runner, f"graph {len(self.names) + 1}")
 
     def _outcome(self, runner: Runner, reason: str | None) -> None:
         self.account.outcomes.append(Outcome(self.size, self._name(runner), reason))
@@ -383,7 +383,7 @@ def _shared(
         return value.untyped_storage().data_ptr()
 
     buffers = {place(h.buffer): runner.inputs[h.index].name for h in held}
-    fixed = {place(part) for i in runner._fixed for part in _there(arguments[i])}
+    fixed = {place(part) for i in runner.fixed for part in _there(arguments[i])}
     found = []
     for i, out in enumerate(outputs):
         at = place(out) if isinstance(out, torch.Tensor) and out.numel() else 0
