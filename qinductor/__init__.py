@@ -13,6 +13,7 @@ from qinductor.explain import explain
 from qinductor.options import Options
 from qinductor.pattern import Pattern
 from qinductor.report import Report, Site, last_report, reports
+from qinductor.serving import release, warmup
 from qinductor.weights import refresh
 
 __version__ = "0.1.0"
@@ -26,7 +27,9 @@ __all__ = [
     "explain",
     "last_report",
     "refresh",
+    "release",
     "reports",
+    "warmup",
 ]
 
 

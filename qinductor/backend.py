@@ -50,6 +50,20 @@ def qinductor(
     Anything else that goes wrong in here is a row of the report.
     """
     chosen = Options.of(options, mode)
+    if (
+        not compiles
+        or inductor_options(chosen).get("triton.cudagraphs")
+        or chosen.cudagraphs == "off"
+    ):
+        return _compile(gm, example_inputs, chosen, compiles)
+    from qinductor.serving.runner import recordable
+
+    return recordable(gm, example_inputs, chosen, _compile)
+
+
+def _compile(
+    gm: GraphModule, example_inputs: Sequence[Any], chosen: Options, compiles: bool = True
+) -> Callable[..., Any]:
     retrace = Retrace(gm)
     freed = any(is_freed(part) for value in example_inputs for part in parts(value))
     matching = Matching(gm, example_inputs, chosen, packs=compiles or freed, runs=not compiles)

@@ -10,6 +10,7 @@ from qinductor.errors import OptionError
 SETTINGS = ("on", "off", "require")
 TARGETS = ("cpu", "sm_80", "sm_90", "sm_100")
 WEIGHTS = ("keep", "replace")
+CUDAGRAPHS = ("buckets", "inductor", "off")
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs", "lite")
 
 
@@ -24,6 +25,9 @@ class Options:
                on a CPU, and no memory saved (the report says how many bytes)
     weights    "keep": packed weights lie beside the model's own. "replace": the memory of those
                whose packed form can restore them is freed, see the README
+    cudagraphs "buckets": what `qinductor.warmup` records is replayed, and graphs that are partly on
+               a CPU are left to Inductor's trees. "inductor": its trees record. "off": nobody does.
+               None: "buckets", unless mode or Inductor's own options ask for its trees
     inductor   options passed on to Inductor
     Errors: OptionError for an unknown name (with the nearest known one) or value.
     """
@@ -33,6 +37,7 @@ class Options:
     target: str | None = None
     dense: bool = False
     weights: str = "keep"
+    cudagraphs: str | None = None
     inductor: tuple[tuple[str, Any], ...] = ()
 
     def __init__(
@@ -42,6 +47,7 @@ class Options:
         target: str | None = None,
         dense: bool = False,
         weights: str = "keep",
+        cudagraphs: str | None = None,
         inductor: Mapping[str, Any] | tuple[tuple[str, Any], ...] = (),
     ) -> None:
         patterns, inductor = _mapping("patterns", patterns), _mapping("inductor", inductor)
@@ -53,11 +59,12 @@ class Options:
         _check("mode", mode, MODES)
         _check("target", target, TARGETS)
         _check("weights", weights, WEIGHTS)
+        _check("cudagraphs", cudagraphs, CUDAGRAPHS)
         if not isinstance(dense, bool):
             raise OptionError(f"option dense is {dense!r}; wanted True or False")
         vars(self).update(  # frozen, so that assignments raise
             patterns=tuple(sorted(patterns.items())), mode=mode, target=target, dense=dense,
-            weights=weights, inductor=tuple(sorted(inductor.items())),
+            weights=weights, cudagraphs=cudagraphs, inductor=tuple(sorted(inductor.items())),
         )  # fmt: skip
 
     @classmethod

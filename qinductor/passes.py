@@ -16,7 +16,10 @@ from qinductor.options import Options
 def inductor_options(options: Options) -> dict[str, Any]:
     """Inductor's options as the user gave them."""
     of_mode = torch._inductor.list_mode_options(options.mode) if options.mode else {}
-    return {**of_mode, **dict(options.inductor)}
+    found = {**of_mode, **dict(options.inductor)}
+    if options.cudagraphs is not None:
+        found["triton.cudagraphs"] = options.cudagraphs == "inductor"
+    return found
 
 
 def patches_of(options: Options, ours: Callable[[Graph], None]) -> dict[str, Any]:

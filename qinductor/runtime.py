@@ -61,10 +61,15 @@ class Compiled:
     compiles: int = 1
 
     def __call__(self, *arguments: Any) -> Any:
-        compiled, _handed.packed = self._chosen(arguments)
+        return self.called(self.choose(arguments), arguments)
+
+    def called(self, choice: Choice, arguments: Sequence[Any]) -> Any:
+        """Runs what was chosen."""
+        compiled, _handed.packed = choice
         return compiled(*arguments)
 
-    def _chosen(self, arguments: Sequence[Any]) -> Choice:
+    def choose(self, arguments: Sequence[Any]) -> Choice:
+        """What runs a call, and its packed weights; packs and compiles what is wanted for it."""
         variants = self.variants
         for variant in variants:
             if variant.holds(arguments):

@@ -1,0 +1,139 @@
+"""Serving: warm-up of a compiled model, and replay of its recorded calls."""
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from qinductor.errors import OptionError, QinductorError
+from qinductor.report import reports
+from qinductor.serving import padding as policies
+from qinductor.serving.account import Account, progress
+from qinductor.serving.examples import Call, between, calls_of, devices
+from qinductor.serving.padding import Padding
+from qinductor.serving.session import ROUNDS, Session
+
+_sessions: "weakref.WeakKeyDictionary[Any, Session]" = weakref.WeakKeyDictionary()
+
+
+def warmup(
+    model: Callable[..., Any],
+    *example: Any,
+    batch_sizes: Sequence[int] | None = None,
+    shapes: Sequence[Any] | None = None,
+    padding: Padding = None,
+    kwargs: Mapping[str, Any] | None = None,
+    quiet: bool = False,
+) -> Account:
+    """Prepares a compiled model for serving: compiles for every size, records CUDA graphs.
+
+    model        what `torch.compile(..., backend="qinductor")` gave, or a function that calls it
+    example      arguments of one call; or one function, size -> (args, kwargs), that makes them
+    kwargs       keyword arguments of that call
+    batch_sizes  sizes of the first axis of those tensors of the example that have one of the first
+                 tensor's size; the others stay as they are. By default the example's own
+    shapes       instead: shapes of the first tensor, or tuples of shapes, one for each tensor
+    padding      what rows hold that are added to reach a recorded size: "repeat" (the last row, the
+                 default), a number, or {name of an argument: one of these}. A graph that writes to
+                 its inputs is padded only if this is given: its added rows are written, too
+    quiet        no progress bar, nothing printed
+
+    Four phases: (1) every size runs: all weights are matched, proved and packed, all is compiled;
+    (2) buffers for inputs are made, of the largest size, shared by all; (3) every size runs on them
+    until a run compiles nothing; (4) every size is recorded, the largest first, in one pool, and
+    padded calls are held against plain ones. Later calls that fit are replayed: in sizes, in
+    addresses of parameters and states, in packed weights. Others run as they did. The model really
+    runs; states that it writes to are restored, up to 64 MiB. Call it as the model is called,
+    within `no_grad` or `inference_mode` or not. On a CPU phases 1 and 3 are all there is.
+    Returns the account, which is printed, too.
+    Errors: OptionError for bad arguments, QinductorError if no graph of this backend ran; what the
+    model raises.
+    """
+    policies.check(padding)
+    calls = calls_of(example, kwargs or {}, batch_sizes, shapes)
+    session = _sessions.setdefault(_owner(model), Session())
+    more = between(calls)
+    total = 4 * len(calls) + 2 * len(more)
+    with session.warming(padding), progress(total, quiet) as said:
+
+        def run(mode: str, calls: Sequence[Call]) -> None:
+            session.mode = mode
+            for call in calls:
+                session.size = call.size
+                said(f"{mode} {call.size}")
+                args, named = call()
+                model(*args, **named)
+
+        _phases(session, run, calls, more, devices(calls[0]))
+    if not session.runners:
+        raise QinductorError(
+            "no graph of qinductor ran; wanted a model of torch.compile(model, backend='qinductor')"
+            " without Inductor's own CUDA graphs"
+        )
+    if not quiet:
+        print(session.account)
+    return session.account
+
+
+def _phases(
+    session: Session,
+    run: Callable[[str, Sequence[Call]], None],
+    calls: Sequence[Call],
+    more: Sequence[Call],
+    devices: Sequence[torch.device],
+) -> None:
+    session.account.phases.clear()
+    session.account.outcomes.clear()
+    for device in devices:
+        session.gpu(device).ready()
+    known = set(map(id, reports()))
+    with session.phase("weights: match, prove, pack, compile", None) as phase:
+        run("run", calls)
+        more = more if session.grows() else ()
+        run("run", more)
+        phase.predicted = session.packed(known)
+    session.check_names()
+    with session.phase("buffers of inputs", session.predicted()):
+        session.allocate()
+    with session.phase("runs until nothing compiles", 0):
+        for _ in range(ROUNDS):
+            before = session.compiles.count
+            run("rehearse", calls)
+            pool = session.drop()
+            if session.compiles.count == before:
+                break
+        else:
+            session.account.note(f"something is compiled in each of {ROUNDS} runs")
+    held = session.pools()
+    with session.phase("CUDA graphs", pool) as phase:
+        run("record", calls)
+        session.spread()
+        run("prove", more)
+        phase.used = session.pools() - held
+
+
+def release(model: Callable[..., Any] | None = None) -> None:
+    """Gives the memory back that warm-up took: recordings, their pool, buffers. The model goes on
+    without them; its packed weights stay, as its compiled code needs them.
+
+    model: as given to `warmup`; None for all. A model that was not warmed up is none to release.
+    """
+    owners = list(_sessions) if model is None else [_owner(model)]
+    for owner in owners:
+        session = _sessions.pop(owner, None)
+        if session is not None:
+            session.release()
+
+
+def _owner(model: Any) -> Any:
+    """The module behind a compiled one or behind its method; else the function itself."""
+    model = getattr(model, "__self__", model)
+    model = getattr(model, "_torchdynamo_orig_callable", model)
+    owner = getattr(model, "__self__", getattr(model, "_orig_mod", model))
+    if not callable(owner):
+        raise OptionError(f"warmup takes a compiled model, got {owner!r}")
+    return owner
+
+
+__all__ = ["Account", "release", "warmup"]
