@@ -199,9 +199,9 @@ class Rows(StaticLayer):
 class Decoder:
     """Decode steps of changing batch sizes, on one static cache of the largest.
 
-    A bucket of b has the first b rows of every layer: views that are made once, marked as static,
-    all at one address. What a step writes and reads of a row is the row's own, so that what is in
-    the other rows, and what the row held before, does not matter.
+    A batch of b has the first b rows of every layer: views that are made once, marked as static,
+    all at one address. `buckets` are the sizes that serve. What a step writes and reads of a row
+    is the row's own: what other rows hold, and what it held before, does not matter.
     """
 
     def __init__(self, model: PreTrainedModel, buckets: tuple[int, ...], slots: int) -> None:
@@ -219,7 +219,7 @@ class Decoder:
             for pair in shapes
         ]
         self.positions = torch.zeros(largest, dtype=torch.long, device=device)
-        self.caches = {b: self.rows(0, b) for b in buckets}
+        self.caches = [self.rows(0, b) for b in range(largest + 1)]
         self.compiled: Callable[..., torch.Tensor] = self.forward
 
     def rows(self, first: int, last: int) -> Cache:
@@ -248,7 +248,7 @@ class Decoder:
         return self.forward(ids[None], self.rows(row, row + 1))[0]
 
     def step(self, b: int, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """The next logits [b, V] for tokens [b, 1] at `positions` [b]; b is one of `buckets`."""
+        """The next logits [b, V] for tokens [b, 1] at `positions` [b], in the first b rows."""
         self.positions[:b].copy_(positions)
         return self.compiled(ids, self.caches[b])
 

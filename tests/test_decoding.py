@@ -1,6 +1,7 @@
 """Continuous decoding of changing batch sizes on one static cache: eager's tokens, no recompile."""
 
 import contextlib
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -20,6 +21,7 @@ from torch._dynamo.utils import counters
 from transformers import PreTrainedModel
 
 import qinductor
+from qinductor.serving import Account
 
 pytest.importorskip("torchao", reason="it quantises the models")
 BUCKETS = (1, 2, 4, 8)
@@ -33,12 +35,26 @@ def alone(model: PreTrainedModel, request: Request) -> list[int]:
     return generate(model, (ids, torch.ones_like(ids)), request.wanted).tokens[0].tolist()
 
 
-def warm(decoder: Decoder) -> None:
-    """Every bucket once, the largest first; the rows are free yet, and zero."""
-    for b in sorted(decoder.buckets, reverse=True):
-        device = decoder.positions.device
-        ids = torch.zeros(b, 1, dtype=torch.long, device=device)
-        decoder.step(b, ids, torch.zeros(b, dtype=torch.long, device=device))
+@pytest.fixture(autouse=True)
+def released():
+    yield
+    qinductor.release()
+
+
+def decoder(model: PreTrainedModel, **compiles: Any) -> Decoder:
+    """Its steps are compiled."""
+    made = Decoder(model, BUCKETS, SLOTS)
+    made.compiled = torch.compile(made.forward, backend="qinductor", fullgraph=True, **compiles)
+    return made
+
+
+def warm(made: Decoder) -> Account:
+    """Every bucket is warmed up, on rows that are free yet."""
+    ids, positions = torch.zeros(2, max(BUCKETS), dtype=torch.long, device=made.positions.device)
+    return qinductor.warmup(
+        lambda ids, positions: made.step(len(ids), ids, positions),
+        ids[:, None], positions, batch_sizes=BUCKETS, quiet=True,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(("dynamic", "graphs"), [(True, 2), (False, len(BUCKETS))])
@@ -46,18 +62,15 @@ def warm(decoder: Decoder) -> None:
 def test_changing_batches(kind, dynamic, graphs):
     """One compile for a batch of 1 and one for the others, or one for each; then never again."""
     model = build(kind, FP32, int4)
-    decoder = Decoder(model, BUCKETS, SLOTS)
     options = {"inductor": {"fallback_by_default": True}}  # spares a C++ compile
-    decoder.compiled = torch.compile(
-        decoder.forward, backend="qinductor", dynamic=dynamic, fullgraph=True, options=options
-    )
+    steps = decoder(model, dynamic=dynamic, options=options)
     asked = requests(24)
     with torch.no_grad():
-        warm(decoder)
+        warm(steps)
         reports = list(qinductor.reports())
         assert [sum(s.lowered for s in r.sites) for r in reports] == [LINEARS[kind]] * graphs
         before = counters["stats"]["unique_graphs"]
-        used = serve(decoder, asked)
+        used = serve(steps, asked)
     assert counters["stats"]["unique_graphs"] == before
     assert len(qinductor.reports()) == graphs
     assert set(used) == set(BUCKETS) and len(used) > 40
@@ -66,33 +79,26 @@ def test_changing_batches(kind, dynamic, graphs):
 
 
 @cuda
-def test_captured_buckets():
+@pytest.mark.parametrize("dynamic", [True, False])
+@pytest.mark.parametrize("kind", LINEARS)
+def test_recorded_buckets(kind, dynamic):
     """Behind `warmup` a step is its bucket's replay: no compile, no capture, the same tokens."""
-    model = build("llama", torch.bfloat16, int4, "cuda")
-    captured, plain = Decoder(model, BUCKETS, SLOTS), Decoder(model, BUCKETS, SLOTS)
-    for decoder, options in ((captured, {"cudagraphs": "buckets"}), (plain, None)):
-        decoder.compiled = torch.compile(
-            decoder.forward, backend="qinductor", dynamic=False, fullgraph=True, options=options
-        )
-
-    def step(ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return captured.step(len(ids), ids, positions)
-
-    ids, positions = torch.zeros(2, max(BUCKETS), dtype=torch.long, device="cuda")
-    with torch.no_grad(), counted("capture_begin") as captures, counted("replay") as replays:
-        qinductor.warmup(step, ids[:, None], positions, batch_sizes=list(BUCKETS))
-        warm(plain)
-        assert captures.call_count == len(BUCKETS)
-        replays.reset_mock()
-        before = counters["stats"]["unique_graphs"]
-        asked, same = requests(24, "cuda"), requests(24, "cuda")
-        used = serve(captured, asked)
-        assert replays.call_count == len(used) and captures.call_count == len(BUCKETS)
+    model = build(kind, torch.bfloat16, int4, "cuda")
+    recorded = decoder(model, dynamic=dynamic)
+    plain = decoder(model, dynamic=dynamic, options={"cudagraphs": "off"})
+    asked, same = requests(24, "cuda"), requests(24, "cuda")
+    with torch.no_grad():
         serve(plain, same)
-    assert set(used) == set(BUCKETS)
-    assert counters["stats"]["unique_graphs"] == before
+        account = warm(recorded)
+        assert not any(outcome.reason for outcome in account.outcomes), account
+        before = counters["stats"]["unique_graphs"], account.captures
+        with counted("capture_begin") as captures, counted("replay") as replays:
+            used = serve(recorded, asked)
+    assert (counters["stats"]["unique_graphs"], account.captures) == before
+    assert not account.plain and captures.call_count == 0
+    assert account.captures == len(BUCKETS)
+    assert account.replayed == replays.call_count == len(used) and set(used) == set(BUCKETS)
     assert [request.tokens for request in asked] == [request.tokens for request in same]
-    qinductor.release(step)
 
 
 def counted(name: str) -> contextlib.AbstractContextManager[mock.Mock]:
