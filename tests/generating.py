@@ -252,6 +252,10 @@ class Decoder:
         self.positions[:b].copy_(positions)
         return self.compiled(ids, self.caches[b])
 
+    def __call__(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """The step of as many rows as there are ids."""
+        return self.step(len(ids), ids, positions)
+
     def move(self, source: int, target: int) -> None:
         """Makes row `target` a copy of row `source`."""
         for tensor in (t for pair in self.held for t in pair):

@@ -51,10 +51,7 @@ def decoder(model: PreTrainedModel, **compiles: Any) -> Decoder:
 def warm(made: Decoder) -> Account:
     """Every bucket is warmed up, on rows that are free yet."""
     ids, positions = torch.zeros(2, max(BUCKETS), dtype=torch.long, device=made.positions.device)
-    return qinductor.warmup(
-        lambda ids, positions: made.step(len(ids), ids, positions),
-        ids[:, None], positions, batch_sizes=BUCKETS, quiet=True,
-    )  # fmt: skip
+    return qinductor.warmup(made, ids[:, None], positions, batch_sizes=BUCKETS, quiet=True)
 
 
 @pytest.mark.parametrize(("dynamic", "graphs"), [(True, 2), (False, len(BUCKETS))])
