@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import transformers
+from models import grouped, nibbles
 from transformers import CompileConfig, LogitsProcessor, PreTrainedModel
 from transformers.cache_utils import Cache, StaticLayer
 
@@ -37,7 +38,7 @@ KINDS: dict[str, tuple[str, dict[str, int]]] = {
 LINEARS = {"llama": 14, "qwen3": 14, "mixtral": 8, "deepseek": 16}
 
 
-def int4(model: PreTrainedModel) -> None:
+def torchao_int4(model: PreTrainedModel) -> None:
     """Codes of 4 bits, a scale for 64 inputs, in every linear layer but the head."""
     from torchao.quantization import IntxWeightOnlyConfig, PerGroup, quantize_
 
@@ -45,11 +46,52 @@ def int4(model: PreTrainedModel) -> None:
     quantize_(model, config, filter_fn=_inner)
 
 
-def fp8(model: PreTrainedModel) -> None:
+def torchao_fp8(model: PreTrainedModel) -> None:
     """Codes in e4m3, a scale for each output."""
     from torchao.quantization import Float8WeightOnlyConfig, quantize_
 
     quantize_(model, Float8WeightOnlyConfig(), filter_fn=_inner)
+
+
+class Quantised(torch.nn.Module):
+    """A linear layer of codes and scales: 4 bits, two a byte, by groups of 64; or e4m3 by rows."""
+
+    def __init__(self, linear: torch.nn.Linear, bits: int) -> None:
+        super().__init__()
+        w = linear.weight.float()
+        groups = w.unflatten(1, (-1, 64 if bits == 4 else w.shape[1]))
+        scale = groups.abs().amax(2) / (7 if bits == 4 else 448)
+        scaled = (groups / scale[..., None]).flatten(1)
+        codes = scaled.to(torch.float8_e4m3fn)
+        if bits == 4:
+            whole = (scaled.round() + 8).to(torch.uint8)
+            codes = whole[:, ::2] | whole[:, 1::2] << 4
+        self.register_buffer("codes", codes)
+        self.register_buffer("scale", scale.to(linear.weight.dtype))
+
+    def weight(self) -> torch.Tensor:
+        if self.codes.dtype == torch.uint8:
+            return grouped(nibbles(self.codes).to(self.scale.dtype) - 8, self.scale)
+        return self.codes.to(self.scale.dtype) * self.scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(x, self.weight())
+
+
+def int4(model: PreTrainedModel) -> None:
+    """As torchao's, in plain PyTorch."""
+    _replace(model, lambda linear: Quantised(linear, 4))
+
+
+def fp8(model: PreTrainedModel) -> None:
+    """As torchao's, in plain PyTorch."""
+    _replace(model, lambda linear: Quantised(linear, 8))
+
+
+def _replace(model: torch.nn.Module, make: Callable[[torch.nn.Linear], torch.nn.Module]) -> None:
+    for name, module in list(model.named_modules()):
+        if _inner(module, name):
+            model.set_submodule(name, make(module))
 
 
 def dense(model: PreTrainedModel) -> None:
@@ -84,11 +126,16 @@ def build(
 def widened(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     """The same function in another dtype, its weights dequantised."""
     model = copy.deepcopy(model)
-    for module in model.modules():
-        if isinstance(module, torch.nn.Linear) and hasattr(module.weight, "dequantize"):
-            weight = module.weight
-            plain = weight if type(weight) is torch.nn.Parameter else weight.dequantize()
-            module.weight = torch.nn.Parameter(plain.detach().to(dtype), requires_grad=False)
+    for name, module in list(model.named_modules()):
+        if isinstance(module, Quantised):
+            plain = module.weight()
+        elif isinstance(module, torch.nn.Linear) and type(module.weight) is not torch.nn.Parameter:
+            plain = module.weight.dequantize()
+        else:
+            continue
+        linear = torch.nn.Linear(plain.shape[1], plain.shape[0], bias=False, device="meta")
+        linear.weight = torch.nn.Parameter(plain.detach(), requires_grad=False)
+        model.set_submodule(name, linear)
     return model.to(dtype)
 
 

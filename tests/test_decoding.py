@@ -23,7 +23,6 @@ from transformers import PreTrainedModel
 import qinductor
 from qinductor.serving import Account
 
-pytest.importorskip("torchao", reason="it quantises the models")
 BUCKETS = (1, 2, 4, 8)
 FP32 = torch.float32
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU to run")

@@ -1,5 +1,7 @@
 """transformers' `generate` with a static cache, compiled by this backend: results, compiles."""
 
+from importlib.util import find_spec
+
 import pytest
 import torch
 from generating import (
@@ -13,6 +15,8 @@ from generating import (
     int4,
     judge,
     prompts,
+    torchao_fp8,
+    torchao_int4,
     widened,
 )
 from torch._dynamo.utils import counters
@@ -20,11 +24,11 @@ from transformers import StaticCache
 
 import qinductor
 
-pytest.importorskip("torchao", reason="it quantises the models")
 BF16, FP32 = torch.bfloat16, torch.float32
 BATCHES = (1, 2, 3, 4)
 # Inductor calls the eager operator for what is not lowered, which spares a C++ compile.
 EAGER_REST = {"inductor": {"fallback_by_default": True}}
+needs_torchao = pytest.mark.skipif(find_spec("torchao") is None, reason="torchao quantises it")
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU to run")
 
 
@@ -68,7 +72,11 @@ def test_tokens_are_eagers(kind):
 
 @pytest.mark.parametrize(
     ("kind", "quantise"),
-    [*((kind, int4) for kind in LINEARS), ("llama", fp8), ("llama", dense)],
+    [
+        *(pytest.param(kind, torchao_int4, marks=needs_torchao) for kind in LINEARS),
+        pytest.param("llama", torchao_fp8, marks=needs_torchao),
+        ("llama", dense),
+    ],
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )
 def test_logits_are_as_exact_as_eagers(kind, quantise):
