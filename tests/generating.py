@@ -273,8 +273,8 @@ class Decoder:
         """The cache of these rows. `.data`, for Dynamo guards the sizes of a view's base, too."""
         positions = self.positions[first:last].data
         pairs = [[t[first:last].data for t in pair] for pair in self.held]
-        for tensor in [positions, *(t for pair in pairs for t in pair)]:
-            torch._dynamo.mark_static_address(tensor)
+        for tensor in (t for pair in pairs for t in pair):
+            torch._dynamo.mark_static_address(tensor)  # positions are none: inputs, anew each step
         return Cache(layers=[Rows(*pair, positions) for pair in pairs])
 
     def forward(self, ids: torch.Tensor, cache: Cache) -> torch.Tensor:

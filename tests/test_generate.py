@@ -51,11 +51,13 @@ class Compiles:
 
 
 def lowered(sites: int, graphs: int) -> None:
-    """Each graph has so many sites, and all are lowered."""
+    """In each graph so many sites are lowered. No other is left but the product of positions and
+    frequencies, which some versions of transformers have as a matmul."""
     reports = list(qinductor.reports())
     assert len(reports) == graphs
     for report in reports:
-        assert sum(site.lowered for site in report.sites) == len(report.sites) == sites, report
+        assert sum(site.lowered for site in report.sites) == sites, report
+        assert all(site.lowered or "rotary_emb" in site.where for site in report.sites), report
 
 
 @pytest.mark.parametrize("kind", LINEARS)
