@@ -523,6 +523,39 @@ def test_a_scale_among_the_arguments():
         assert_same(made(x, torch.tensor(0.25)), function(x, torch.tensor(0.25)))
 
 
+@pytest.mark.parametrize("m", (1, 4))
+def test_rows_of_single_numbers(m):
+    """What one token's number stands for is a row that varies, as that of many is."""
+
+    def function(module, i):
+        return by_token(torch.nn.functional.embedding(i, module.w))
+
+    def behind_a_norm(module, i):
+        return by_token(rms(torch.nn.functional.embedding(i, module.w), module.w[3]))
+
+    def of_a_product(module, i):
+        return by_token(i[:, None].to(BF16) @ module.w[3:4])
+
+    i, w = torch.arange(2, 2 + m), rows(16)
+    made, ours, report = compiled(function, i, w=w)
+    assert report.lowered == len(report.sites) == 1, report
+    assert_same(ours, function(made, i))
+    with torch.no_grad():
+        assert_same(made(i + 7), function(made, i + 7))
+    for other in (behind_a_norm, of_a_product):
+        assert len(sites(other, i, w=w)[1]) == 1
+
+
+def test_a_scale_that_is_looked_up():
+    """One number among many is a number, and no activation."""
+
+    def function(m, x, i):
+        return ((x.float() * m.s[i]).clamp(-448, 448).to(E4M3),)
+
+    reason = refused(function, rows(), torch.tensor([1]), s=torch.tensor([4.0, 0.5, 0.25]))
+    assert reason == "the codes also depend on arg0_1, float32[3]"
+
+
 def test_results_that_were_two_tensors_stay_two():
     def function(x):
         return (*by_token(x), *by_token(x))

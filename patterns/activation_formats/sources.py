@@ -256,15 +256,28 @@ def _is_tensor(node: Node) -> bool:
 
 def _varying(order: list[Node], scope: Scope) -> set[Node]:
     found: set[Node] = set()
+    given: set[Node] = set()  # single elements of the call's, and what is computed of them
     for node in order:
         if node.op == "placeholder":
-            if node not in scope.leaves and _is_tensor(node) and count(node.meta["val"]) > 1:
-                found.add(node)
+            if node not in scope.leaves and _is_tensor(node):
+                (found if count(node.meta["val"]) > 1 else given).add(node)
         elif node.op != "call_function" or not isinstance(node.meta.get("val"), HELD):
             continue
         elif not pure(node) or not found.isdisjoint(node.all_input_nodes):
             found.add(node)
+        elif not given.isdisjoint(node.all_input_nodes):
+            (found if _is_looked_up(node) else given).add(node)
     return found
+
+
+def _is_looked_up(node: Node) -> bool:
+    """Whether a single element stands for many others: a token's embedding, say."""
+    value = node.meta["val"]
+    if isinstance(value, torch.Tensor) and count(value) == 1:
+        return False
+    if expandable(node) and node.target not in PARTIAL:
+        return False
+    return not all(map(_is_number, filter(_is_tensor, node.all_input_nodes)))
 
 
 def _behind(node: Node) -> list[Node]:
