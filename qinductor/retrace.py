@@ -120,15 +120,23 @@ def _leaf(description: Any) -> Leaf | None:
 
 
 def _is_static(node: Node, value: Any) -> bool:
-    """Whether a Dynamo placeholder is no argument: a parameter, buffer, attribute, closure, global.
+    """Whether a Dynamo placeholder is no argument: a parameter, buffer, attribute of a module or of
+    the object whose method it is, closure, global.
 
-    The resolver looks at each of them again at every call, so none is trusted to stay as it is.
+    An attribute of another argument is a state (a cache's positions, say). The resolver looks at
+    each of them again at every call, so none is trusted to stay as it is.
     """
     if STATIC in (node.meta.get("tensor_dict") or {}) or isinstance(value, torch.nn.Parameter):
         return True
-    source = getattr(node, SOURCE, None)
-    while isinstance(source, ChainedSource) and not isinstance(source, AttrSource):
-        source = source.base
+    source: Any = getattr(node, SOURCE, None)
+    kind = getattr(source, "guard_source", None)
+    kind = kind() if callable(kind) else kind  # a method until torch 2.11
+    if kind is not None and (kind.is_unspecialized_nn_module() or kind.is_specialized_nn_module()):
+        return True
+    while isinstance(source, ChainedSource):
+        attribute, source = isinstance(source, AttrSource), source.base
+        if attribute and isinstance(source, LocalSource) and source.local_name == "self":
+            return True
     if not isinstance(source, LocalSource):
         return source is not None
     return not source.is_input or source.is_derefed_cell_contents

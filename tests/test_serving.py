@@ -12,7 +12,7 @@ from served import Counting, Recorder, int4_layer
 from torch._dynamo.utils import counters
 
 import qinductor
-from qinductor.serving import _sessions, cuda, examples, padding
+from qinductor.serving import _sessions, cuda, examples, padding, session
 from qinductor.testing import product_oracle
 
 SIZES = [2, 4, 8]
@@ -502,6 +502,46 @@ def test_an_error_of_the_model_ends_the_warmup(fails):
     with pytest.raises(RuntimeError, match="two rows"):
         qinductor.warmup(served, rows(4), batch_sizes=[2, 4], quiet=True)
     held_to_eager(model, served, [4])
+
+
+def test_a_model_of_the_sizes_asked_for_alone(fails):
+    model = Two()
+    tables = {size: torch.full((size, 32), float(size)) for size in (1, 2, 4)}
+    served = compiled(lambda x: model(x, tables[x.shape[0]]))
+    account = qinductor.warmup(served, rows(4), batch_sizes=[1, 2, 4], quiet=True)
+    for size in (1, 2, 4):
+        x = rows(size, seed=size)
+        torch.testing.assert_close(served(x), model(x, tables[size]))
+    assert account.replayed == 3
+
+
+def test_a_method_of_an_object_that_is_no_module(fails):
+    class Engine:
+        def __init__(self):
+            self.model = Two()
+
+        def step(self, x):
+            return self.model(x)[0] + 1
+
+    engine = Engine()
+    served = torch.compile(engine.step, backend="qinductor")
+    account = qinductor.warmup(served, rows(4), batch_sizes=[2, 4], quiet=True)
+    for size in (2, 3, 4):
+        torch.testing.assert_close(served(rows(size)), engine.step(rows(size)))
+    assert account.replayed == 3
+    qinductor.release(served)
+    served(rows(4))
+    assert account.replayed == 3
+
+
+def test_small_states_are_restored_beside_large_ones(fails, monkeypatch):
+    monkeypatch.setattr(session, "RESTORED", 64)
+    model = Counting()
+    served = compiled(model)
+    slots = torch.arange(16)
+    account = qinductor.warmup(served, rows(4, 32), slots[:4], quiet=True)
+    assert int(model.steps) == 0 and model.last.any()
+    assert account.notes == ["warm-up has written to states of more than 0 MiB"]
 
 
 def test_what_grows():

@@ -90,8 +90,7 @@ def _phases(
     known = set(map(id, reports()))
     with session.phase("weights: match, prove, pack, compile", None) as phase:
         run("run", calls)
-        more = more if session.grows() else ()
-        run("run", more)
+        more = [call for call in more if session.grows() and _works(run, call, session)]
         phase.predicted = session.packed(known)
     session.check_names()
     with session.phase("buffers of inputs", session.predicted()):
@@ -113,6 +112,17 @@ def _phases(
         phase.used = session.pools() - held
     if taken := session.beside() - beside:
         session.account.note(f"beside tensors, CUDA graphs take {taken / (1 << 20):.1f} MiB")
+
+
+def _works(run: Callable[..., Any], call: Call, session: Session) -> bool:
+    """Whether the model takes a size that was not asked for."""
+    try:
+        run("run", [call])
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}".splitlines()[0]
+        session.account.note(f"{call.size} rows, by which padding would be tried: {said}")
+        return False
+    return True
 
 
 def release(model: Callable[..., Any] | None = None) -> None:
@@ -143,13 +153,12 @@ def _session(model: Any) -> Session:
 
 
 def _owner(model: Any) -> Any:
-    """The module behind a compiled one or behind its method; else the function itself."""
+    """The module or object behind a compiled one or behind its method; else the function itself."""
+    if not callable(model):
+        raise OptionError(f"warmup takes a compiled model, got {model!r}")
     model = getattr(model, "__self__", model)
     model = getattr(model, "_torchdynamo_orig_callable", model)
-    owner = getattr(model, "__self__", getattr(model, "_orig_mod", model))
-    if not callable(owner):
-        raise OptionError(f"warmup takes a compiled model, got {owner!r}")
-    return owner
+    return getattr(model, "__self__", getattr(model, "_orig_mod", model))
 
 
 __all__ = ["Account", "release", "warmup"]

@@ -63,6 +63,20 @@ def axis_of(shapes: Mapping[int, Sequence[int]]) -> Axis | None:
     return Axis(grows[0], next(iter(each))[0])
 
 
+def look(out: Any) -> Any:
+    """The shape of an output, or what else it is."""
+    return tuple(out.shape) if isinstance(out, torch.Tensor) else repr(out)
+
+
+def grown(looks: dict[int, Any]) -> Axis | None:
+    """The axis of an output that grows, by what it looks like at these sizes."""
+    if all(isinstance(look, tuple) for look in looks.values()):
+        return axis_of(looks)
+    if len(set(looks.values())) > 1:
+        raise ValueError("a result that is no tensor changes with the size")
+    return None
+
+
 @functools.lru_cache(1024)
 def _rows(size: int, bucket: int, each: int, device: torch.device, turned: bool) -> torch.Tensor:
     """Which elements of `size` rows those of `bucket` ones are; added ones are the last, or where

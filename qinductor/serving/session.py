@@ -89,14 +89,17 @@ class Session:
     @contextlib.contextmanager
     def _restored(self, runner: Runner, arguments: Sequence[Any]) -> Iterator[None]:
         """States that the graph writes to are afterwards what they were."""
+        pairs = zip(runner.inputs, arguments, strict=True)
+        states = [value for given, value in pairs if given.kind == "written"]
         before, left = [], RESTORED
-        for i, given in enumerate(runner.inputs):
-            if given.kind == "written":
-                left -= arguments[i].nbytes
-                if left < 0:
-                    self.account.note("warm-up has written to states of more than 64 MiB")
-                    break
-                before.append((arguments[i], arguments[i].detach().clone()))
+        for state in sorted(states, key=lambda state: state.nbytes):  # positions before caches
+            left -= state.nbytes
+            if left < 0:
+                self.account.note(
+                    f"warm-up has written to states of more than {RESTORED >> 20} MiB"
+                )
+                break
+            before.append((state, state.detach().clone()))
         try:
             yield
         finally:
@@ -113,7 +116,7 @@ class Session:
                 return self._recorded(gpu, runner, arguments)
             self._measure(runner, arguments)
             out = runner.run(*arguments)
-            self.family(runner).gave.setdefault(self.size, [_look(one) for one in out])
+            self.family(runner).gave.setdefault(self.size, [padding.look(one) for one in out])
             if any(isinstance(one, torch.Tensor) and one.requires_grad for one in out):
                 runner.reason = "a training graph; wanted warmup and calls within torch.no_grad()"
             return out
@@ -254,7 +257,7 @@ class Session:
             family = self.family(runner)
             try:
                 looks = zip(*family.gave.values(), strict=True)
-                grown = [_grown(dict(zip(family.gave, look, strict=True))) for look in looks]
+                grown = [padding.grown(dict(zip(family.gave, look, strict=True))) for look in looks]
                 reason = self._unpadded(runner, family)
             except ValueError as error:
                 reason = str(error)
@@ -358,20 +361,6 @@ class Session:
 def _outputs(runner: Runner, choice: Any, given: Sequence[Any]) -> Any:
     """A compiled variant's outputs for arguments and packed weights."""
     return runner.run.called(choice, given) if hasattr(runner.run, "called") else choice[0](*given)
-
-
-def _look(out: Any) -> Any:
-    """The shape of an output, or what else it is."""
-    return tuple(out.shape) if isinstance(out, torch.Tensor) else repr(out)
-
-
-def _grown(looks: dict[int, Any]) -> padding.Axis | None:
-    """The axis of an output that grows, by what it looks like at these sizes."""
-    if all(isinstance(look, tuple) for look in looks.values()):
-        return padding.axis_of(looks)
-    if len(set(looks.values())) > 1:
-        raise ValueError("a result that is no tensor changes with the size")
-    return None
 
 
 def _shared(
