@@ -4,6 +4,7 @@ One compile is: find and prove sites in the joint graph, before Inductor's own p
 let Inductor compile what is left. At every call `Compiled` resolves the packed weights.
 """
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -87,9 +88,12 @@ def qinductor(
 
 
 def _compiled(gm: GraphModule, inputs: Sequence[Any], matching: "Matching") -> Callable[..., Any]:
+    from qinductor.warmup.disk import caches
+
     inner = matching.inner_compile if matching.packs else matching.skip_compile
     patches = patches_of(matching.options, matching)
-    compiled: Any = compile_fx(gm, list(inputs), inner_compile=inner, config_patches=patches)
+    with caches() if matching.packs else contextlib.nullcontext():
+        compiled: Any = compile_fx(gm, list(inputs), inner_compile=inner, config_patches=patches)
     return compiled  # type: ignore[no-any-return]
 
 
