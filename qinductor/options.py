@@ -10,6 +10,7 @@ from qinductor.errors import OptionError
 SETTINGS = ("on", "off", "require")
 TARGETS = ("cpu", "sm_80", "sm_90", "sm_100")
 WEIGHTS = ("keep", "replace")
+PACKED = ("memory", "disk")
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs", "lite")
 
 
@@ -24,6 +25,7 @@ class Options:
                on a CPU, and no memory saved (the report says how many bytes)
     weights    "keep": packed weights lie beside the model's own. "replace": the memory of those
                whose packed form can restore them is freed, see the README
+    packed     "disk": packed weights are kept in the cache folder for the next process, too
     inductor   options passed on to Inductor
     Errors: OptionError for an unknown name (with the nearest known one) or value.
     """
@@ -33,6 +35,7 @@ class Options:
     target: str | None = None
     dense: bool = False
     weights: str = "keep"
+    packed: str = "memory"
     inductor: tuple[tuple[str, Any], ...] = ()
 
     def __init__(
@@ -42,6 +45,7 @@ class Options:
         target: str | None = None,
         dense: bool = False,
         weights: str = "keep",
+        packed: str = "memory",
         inductor: Mapping[str, Any] | tuple[tuple[str, Any], ...] = (),
     ) -> None:
         patterns, inductor = _mapping("patterns", patterns), _mapping("inductor", inductor)
@@ -53,11 +57,12 @@ class Options:
         _check("mode", mode, MODES)
         _check("target", target, TARGETS)
         _check("weights", weights, WEIGHTS)
+        _check("packed", packed, PACKED)
         if not isinstance(dense, bool):
             raise OptionError(f"option dense is {dense!r}; wanted True or False")
         vars(self).update(  # frozen, so that assignments raise
             patterns=tuple(sorted(patterns.items())), mode=mode, target=target, dense=dense,
-            weights=weights, inductor=tuple(sorted(inductor.items())),
+            weights=weights, packed=packed, inductor=tuple(sorted(inductor.items())),
         )  # fmt: skip
 
     @classmethod
