@@ -13,6 +13,7 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 import qinductor
 from qinductor import tables
+from qinductor.warmup import disk
 
 # Pytest listens to loggers that do not propagate; then torch writes out every graph, for nothing.
 logging.getLogger("torch.__trace").propagate = True
@@ -21,7 +22,8 @@ logging.getLogger("torch.__trace").propagate = True
 os.environ["QINDUCTOR_CACHE"] = tempfile.mkdtemp()
 # What is built of C++ and Triton stays from one run of the tests to the next.
 for variable, place in (("TORCHINDUCTOR_CACHE_DIR", "tests"), ("TRITON_CACHE_DIR", "tests/triton")):
-    os.environ.setdefault(variable, os.path.join(default_cache_dir(), place))
+    if not disk.is_set_by_user(variable):
+        os.environ[variable] = os.path.join(default_cache_dir(), place)
 
 
 @pytest.fixture(autouse=True)

@@ -52,7 +52,7 @@ def caches() -> Iterator[None]:
     with _lock:
         if _depth == 0 and (place := folder()) is not None:
             _undo.callback(_restore, {name: os.environ.get(name) for name in NAMES})
-            os.environ.update({n: str(place / NAMES[n]) for n in NAMES if not _set_by_user(n)})
+            os.environ.update({n: str(place / NAMES[n]) for n in NAMES if not is_set_by_user(n)})
             _undo.enter_context(isa.known(place / "isa.json"))
         _depth += 1
     try:
@@ -190,7 +190,7 @@ def name() -> str:
     return f"v{VERSION}-{hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:16]}"
 
 
-def _set_by_user(variable: str) -> bool:
+def is_set_by_user(variable: str) -> bool:
     """Whether a variable names another place than the one that torch writes there by itself."""
     value = os.environ.get(variable)
     default = os.path.abspath(default_cache_dir())

@@ -83,6 +83,8 @@ class Manifest:
 
     def record(self) -> None:
         """Lists the files that have come, and forgets those that are gone or changed in place."""
+        if not self.folder.is_dir():  # cleared
+            return
         started = time.monotonic()
         with self._locked():
             alone = self._oldest() == math.inf
@@ -98,8 +100,8 @@ class Manifest:
                     continue
                 elif alone or time.time() - status.st_mtime > SETTLED:
                     new[path] = status
-            for path, digest in self._digests(list(new)).items():
-                status = new[path]
+            for path, status in new.items():  # no threads: there are none at exit
+                digest = self._digest(path)
                 kept[path] = Row(status.st_size, status.st_mtime_ns, status.st_ino, digest)
             if kept != rows:
                 self._write(kept)
@@ -111,11 +113,11 @@ class Manifest:
         return time.monotonic() - self.last < RARELY * self.took
 
     def close(self) -> None:
-        """Records, and is no longer alive."""
-        if self.alive is not None and self.process == os.getpid() and self.folder.is_dir():
-            self.record()
+        """Is no longer alive, and records: of several, the last one lists what all have made."""
+        if self.alive is not None and self.process == os.getpid():
             os.close(self.alive)
             self.alive = None
+            self.record()
 
     def _files(self) -> Iterator[tuple[str, os.stat_result]]:
         """All files but locks, by their path in the folder."""

@@ -6,6 +6,7 @@ mapped, since what is mapped changes with the file.
 """
 
 import contextlib
+import ctypes
 import functools
 import hashlib
 import json
@@ -75,10 +76,10 @@ def key_of(text: str, leaves: Sequence[torch.Tensor]) -> str | None:
     bytes cannot be read."""
     digest = hashlib.sha256(text.encode())
     for leaf in leaves:
-        strides = leaf.stride(), leaf.storage_offset()
-        data = _data(leaf.contiguous())
+        data = _data(leaf.contiguous()) if leaf.layout is torch.strided else None
         if data is None:
             return None
+        strides = leaf.stride(), leaf.storage_offset()
         about = [str(leaf.dtype), tuple(leaf.shape), *strides, _device(leaf.device)]
         digest.update(json.dumps(about).encode())
         digest.update(data)
@@ -109,8 +110,10 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
-    array: Any = tensor.numpy()
-    return memoryview(array)
+    """The memory of a CPU tensor. Not by way of NumPy, after which its storage cannot be freed."""
+    array: Any = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
+    array.tensor = tensor  # alive as long as the view
+    return memoryview(array).cast("B")
 
 
 def _write(path: pathlib.Path, tensors: Tensors, leaves: Sequence[torch.Tensor]) -> None:
@@ -150,11 +153,12 @@ def _write(path: pathlib.Path, tensors: Tensors, leaves: Sequence[torch.Tensor])
 
 def _place(tensor: torch.Tensor, leaves: Sequence[torch.Tensor]) -> dict[str, Any] | None:
     """Where a tensor lies in the memory of a leaf, if it does: `same` if it is that leaf."""
-    storage = tensor.untyped_storage()
     for i, leaf in enumerate(leaves):
         if tensor is leaf:
             return {"leaf": i, "same": True}
-        if storage.nbytes() and leaf.untyped_storage().data_ptr() == storage.data_ptr():
+        if tensor.layout is not torch.strided or not tensor.numel():
+            continue
+        if leaf.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
             return {"leaf": i, "offset": tensor.storage_offset()}
     return None
 
