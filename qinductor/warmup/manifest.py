@@ -20,7 +20,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 LIST, LOCK, LIVE, REMOVED = "manifest.json", "lock", "live", "removed"
-APART = {LIST, LOCK, LIVE, "packed"}  # packed weights have a hash in each file
+PACKED = "packed"
+APART = {LIST, LOCK, LIVE, PACKED}  # packed weights have a hash in each file
 SETTLED = 1.0  # seconds after which a file that is not ours is no longer being written to
 PATIENCE = 60.0  # seconds to wait for the lock
 RARELY = 20  # times as long as the last recording took, until the next one of `soon`
@@ -55,6 +56,8 @@ class Manifest:
                 self._remove(unit)
             if bad or problem:
                 self._write({p: row for p, row in rows.items() if self._unit(p) not in units})
+            for path in (self.folder / PACKED).glob("tmp*") if oldest == math.inf else ():
+                path.unlink()  # half written
             self._live()
         said = [problem] if problem and unlisted else []
         for what, paths in (("not as written", bad), ("not known to be whole", unlisted)):
