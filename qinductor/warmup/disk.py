@@ -71,10 +71,10 @@ def folder() -> pathlib.Path | None:
     if not hasattr(os, "geteuid"):
         return None
     with _lock:
-        path, manifest = _opened(str(tables.root()))
+        path, _ = _opened(_root())
         if path is not None and not path.is_dir():  # cleared meanwhile
             _opened.cache_clear()
-            path, manifest = _opened(str(tables.root()))
+            path, _ = _opened(_root())
         return path
 
 
@@ -83,7 +83,7 @@ def record(soon: bool = False) -> None:
     would take more than a twentieth of the time since the last one; it is done at exit anyway."""
     with _lock:
         if hasattr(os, "geteuid"):
-            manifest = _opened(str(tables.root()))[1]
+            manifest = _opened(_root())[1]
             if manifest is not None and not (soon and manifest.is_recent()):
                 with said("the files of the cache are not recorded"):
                     manifest.record()
@@ -98,17 +98,27 @@ def said(what: str) -> Iterator[None]:
         warnings.warn(f"qinductor: {what}: {error}", stacklevel=3)
 
 
+def _root() -> str:
+    try:
+        return str(tables.root())
+    except RuntimeError:  # a user without a home
+        return ""
+
+
 @functools.cache
 def _opened(root: str) -> tuple[pathlib.Path | None, Manifest | None]:
     """(folder, its manifest; None of a temporary folder)."""
     try:
+        if not root:
+            raise FileNotFoundError("this user has no home folder")
         path = made(pathlib.Path(root))
         manifest = Manifest(path)
         removed = manifest.open()
         atexit.register(_close, manifest)
     except OSError as error:
         warnings.warn(
-            f"qinductor: the cache {root} is not used: {error}; a temporary folder takes its place",
+            f"qinductor: the cache {root} is not used: {error}; a temporary folder takes its place "
+            "(QINDUCTOR_CACHE names another)",
             stacklevel=2,
         )
         try:
