@@ -12,6 +12,7 @@ import torch
 import torch.fx.experimental._config as symbolic_shapes_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
+from qinductor.caches.disk import caches
 from qinductor.contracts import CODEBOOKS, WeightFormat, arithmetic, code_range
 from qinductor.kernels import packing
 
@@ -204,7 +205,8 @@ class Direct:
         self.order = [
             next(i for i, tensor in enumerate(self.first) if tensor is value) for value in given
         ]
-        return compile_fx(gm, inputs, inner_compile=self._keep, config_patches=self.patches)
+        with caches():
+            return compile_fx(gm, inputs, inner_compile=self._keep, config_patches=self.patches)
 
     def _keep(self, gm: torch.fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         tensors = [value for value in inputs if isinstance(value, torch.Tensor)]

@@ -101,10 +101,12 @@ def _compile(
 
 
 def _compiled(gm: GraphModule, inputs: Sequence[Any], matching: "Matching") -> Callable[..., Any]:
+    from qinductor.caches.disk import caches
+
     inner = matching.inner_compile if matching.packs else matching.skip_compile
     patches = patches_of(matching.options, matching)
-    compiled: Any = compile_fx(gm, list(inputs), inner_compile=inner, config_patches=patches)
-    return compiled  # type: ignore[no-any-return]
+    with caches(matching.packs):
+        return compile_fx(gm, list(inputs), inner_compile=inner, config_patches=patches)  # type: ignore
 
 
 class Matching:
@@ -272,19 +274,24 @@ class Matching:
 
     def _pack(self, graph: Graph, lowering: Lowering, site: Site) -> None:
         """Puts the operator into the graph, and its packed weight among the slots."""
+        pack, packed = lowering.pack, lowering.packed
+        if self.packs and self.options.packed == "disk":
+            from qinductor.caches.packed import kept
+
+            pack, packed = kept(lowering, self.arguments)
         slot = Slot(
             site.where,
             lowering.signature,
             lowering.leaves,
             tuple(lowering.plan.operands(lowering.op, lowering.contract)),
-            lowering.pack,
+            pack,
             lowering.weight.key,
         )
         if self.replaces and lowering.op.weight is not None:
             slot.weight = lowering.op, lowering.op.weight(lowering.contract)[1]
         if self.packs:
             with unset_fake_temporarily(), torch.no_grad():
-                seed(slot, self.arguments, lowering.packed)
+                seed(slot, self.arguments, packed)
         self.fakes.extend(rewrite(graph, lowering))
         self.slots.append(slot)
         self._account(lowering)

@@ -16,10 +16,10 @@ from collections.abc import Iterator
 import torch
 from torch._inductor import cpp_builder
 from torch._inductor.exc import InvalidCxxCompiler
-from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch._vendor.packaging.version import Version
 
 from qinductor import load, tables
+from qinductor.caches import disk
 from qinductor.op import OPS, Provider, missing_of
 from qinductor.options import TARGETS
 
@@ -176,7 +176,9 @@ def _backend() -> Iterator[Line]:
     value = ", ".join(entry.value for entry in found)
     problem = None if found else "pip install it (from a clone: pip install -e .)"
     yield Line("backend", "entry point", value or "not registered", problem, True)
-    cache = pathlib.Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir())
+    variable = "TORCHINDUCTOR_CACHE_DIR"
+    ours = tables.root() / disk.name()
+    cache = pathlib.Path(os.environ[variable]) if disk.is_set_by_user(variable) else ours
     there = next(path for path in (cache, *cache.absolute().parents) if path.exists())
     problem = None if os.access(there, os.W_OK) else f"{there} cannot be written to"
     state = f"{cache} ({'there' if there == cache else 'not there yet'})"

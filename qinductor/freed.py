@@ -35,8 +35,11 @@ def _forbid() -> Callable[[int], object] | str:
     bound = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
     if bound is not None:
         return lambda storage: bound(storage, MESSAGE)
+    from qinductor.caches.disk import caches
+
     try:
-        library = CppCodeCache.load(FORBID)
+        with caches():
+            library = CppCodeCache.load(FORBID)
     except Exception as error:
         return f"freed memory must be made unreadable, which takes a C++ compiler: {error}"
     function, message = library.forbid, MESSAGE.encode()

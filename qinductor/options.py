@@ -10,6 +10,7 @@ from qinductor.errors import OptionError
 SETTINGS = ("on", "off", "require")
 TARGETS = ("cpu", "sm_80", "sm_90", "sm_100")
 WEIGHTS = ("keep", "replace")
+PACKED = ("memory", "disk")
 CUDAGRAPHS = ("buckets", "inductor", "off")
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs", "lite")
 
@@ -25,6 +26,7 @@ class Options:
                on a CPU, and no memory saved (the report says how many bytes)
     weights    "keep": packed weights lie beside the model's own. "replace": the memory of those
                whose packed form can restore them is freed, see the README
+    packed     "disk": packed weights are kept in the cache folder for the next process, too
     cudagraphs "buckets": what `qinductor.warmup` records is replayed, and graphs that are partly on
                a CPU are left to Inductor's trees. "inductor": its trees record. "off": nobody does.
                None: "buckets", unless mode or Inductor's own options ask for its trees
@@ -37,6 +39,7 @@ class Options:
     target: str | None = None
     dense: bool = False
     weights: str = "keep"
+    packed: str = "memory"
     cudagraphs: str | None = None
     inductor: tuple[tuple[str, Any], ...] = ()
 
@@ -47,6 +50,7 @@ class Options:
         target: str | None = None,
         dense: bool = False,
         weights: str = "keep",
+        packed: str = "memory",
         cudagraphs: str | None = None,
         inductor: Mapping[str, Any] | tuple[tuple[str, Any], ...] = (),
     ) -> None:
@@ -59,12 +63,14 @@ class Options:
         _check("mode", mode, MODES)
         _check("target", target, TARGETS)
         _check("weights", weights, WEIGHTS)
+        _check("packed", packed, PACKED)
         _check("cudagraphs", cudagraphs, CUDAGRAPHS)
         if not isinstance(dense, bool):
             raise OptionError(f"option dense is {dense!r}; wanted True or False")
         vars(self).update(  # frozen, so that assignments raise
-            patterns=tuple(sorted(patterns.items())), mode=mode, target=target, dense=dense,
-            weights=weights, cudagraphs=cudagraphs, inductor=tuple(sorted(inductor.items())),
+            patterns=tuple(sorted(patterns.items())), inductor=tuple(sorted(inductor.items())),
+            mode=mode, target=target, dense=dense, weights=weights, packed=packed,
+            cudagraphs=cudagraphs,
         )  # fmt: skip
 
     @classmethod

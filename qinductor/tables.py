@@ -109,11 +109,15 @@ def _cpu() -> str:
     return platform.processor() or platform.machine()
 
 
+def root() -> pathlib.Path:
+    """The folder of all that is kept on disk."""
+    cache = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    return pathlib.Path(os.environ.get("QINDUCTOR_CACHE") or pathlib.Path(cache, "qinductor"))
+
+
 def own() -> pathlib.Path:
     """The folder of the user's tables."""
-    cache = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-    mine = os.environ.get("QINDUCTOR_CACHE") or pathlib.Path(cache, "qinductor")
-    return pathlib.Path(mine, "tuned")
+    return root() / "tuned"
 
 
 def file_of(name: str) -> str:

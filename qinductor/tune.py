@@ -358,7 +358,8 @@ def merge(
     Rows of the entry that were measured in other versions are dropped."""
     import fcntl  # a lock that dies with its process; not everywhere, so not at the top
 
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # code lies there, too
+    path.parent.mkdir(exist_ok=True)
     with open(path.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         entries = tables.read(path)

@@ -9,15 +9,21 @@ import pytest
 import torch
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 import qinductor
 from qinductor import tables
+from qinductor.caches import disk
 
 # Pytest listens to loggers that do not propagate; then torch writes out every graph, for nothing.
 logging.getLogger("torch.__trace").propagate = True
 
 # Plans must not depend on the machine, and its own tables must not be written to.
 os.environ["QINDUCTOR_CACHE"] = tempfile.mkdtemp()
+# What is built of C++ and Triton stays from one run of the tests to the next.
+for variable, place in (("TORCHINDUCTOR_CACHE_DIR", "tests"), ("TRITON_CACHE_DIR", "tests/triton")):
+    if not disk.is_set_by_user(variable):
+        os.environ[variable] = os.path.join(default_cache_dir(), place)
 
 
 @pytest.fixture(autouse=True)

@@ -52,7 +52,7 @@ def test_an_unknown_option_names_the_nearest_known_one(given, nearest):
         Options.of(given, None)
     (name,) = given
     assert f"unknown option {name!r}; did you mean {nearest!r}?" in str(caught.value)
-    assert "known: patterns, mode, target, dense, weights, cudagraphs, " in str(caught.value)
+    assert "known: patterns, mode, target, dense, weights, packed, cuda" in str(caught.value)
 
 
 def test_an_unknown_pattern_names_the_nearest_known_one():
@@ -72,6 +72,7 @@ def test_an_unknown_pattern_names_the_nearest_known_one():
         ({"mode": "fast"}, ["mode", "'fast'", "reduce-overhead", "lite"]),
         ({"target": "sm_70"}, ["target", "'sm_70'", "sm_80", "cpu"]),
         ({"target": "cuda"}, ["target", "'cuda'", "sm_90"]),
+        ({"packed": "always"}, ["packed", "'always'", "memory, disk"]),
         ({"inductor": 1}, ["inductor must be a dict", "1"]),
     ],
 )
