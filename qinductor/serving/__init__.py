@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from qinductor.caches.disk import caches, record
 from qinductor.errors import OptionError, QinductorError
 from qinductor.report import reports
 from qinductor.serving import padding as policies
@@ -55,17 +56,17 @@ def warmup(
     session = _session(model)
     more = between(calls)
     total = 4 * len(calls) + 2 * len(more)
-    with session.warming(padding), progress(total, quiet) as said:
+    with session.warming(padding), caches(), progress(total, quiet) as said:
 
         def run(mode: str, calls: Sequence[Call]) -> None:
-            session.mode = mode
             for call in calls:
-                session.size = call.size
                 said(f"{mode} {call.size}")
                 args, named = call()
-                model(*args, **named)
+                with session.calling(mode, call.size):
+                    model(*args, **named)
 
         _phases(session, run, calls, more, devices(calls[0]))
+    record()
     if not session.runners:
         raise QinductorError(
             "no graph of qinductor ran; wanted a model of torch.compile(model, backend='qinductor')"
@@ -85,16 +86,17 @@ def _phases(
 ) -> None:
     session.account.phases.clear()
     session.account.outcomes.clear()
+    session.account.notes.clear()
     for device in devices:
-        session.gpu(device).ready()
+        session.gpu(device)
     known = set(map(id, reports()))
     with session.phase("weights: match, prove, pack, compile", None) as phase:
-        run("run", calls)
+        calls = [call for call in calls if _works(run, call, session)]
         more = [call for call in more if session.grows() and _works(run, call, session)]
         phase.predicted = session.packed(known)
     session.check_names()
-    with session.phase("buffers of inputs", session.predicted()):
-        session.allocate()
+    with session.phase("buffers of inputs", session.buffers.predicted()):
+        session.buffers.allocate()
     with session.phase("runs until nothing compiles", 0):
         for _ in range(ROUNDS):
             before = session.compiles.count
@@ -115,12 +117,14 @@ def _phases(
 
 
 def _works(run: Callable[..., Any], call: Call, session: Session) -> bool:
-    """Whether the model takes a size that was not asked for."""
+    """Whether the model takes a size. One that was not asked for may fail."""
     try:
         run("run", [call])
     except Exception as error:
+        if call.asked:
+            raise
         said = f"{type(error).__name__}: {error}".splitlines()[0]
-        session.account.note(f"{call.size} rows, by which padding would be tried: {said}")
+        session.account.note(f"a call of size {call.size} was tried, too: {said}")
         return False
     return True
 

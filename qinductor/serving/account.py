@@ -31,7 +31,7 @@ class Outcome:
     reason: str | None = None
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Account:
     """What `qinductor.warmup` did, and what calls do since.
 

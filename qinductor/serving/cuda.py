@@ -33,23 +33,26 @@ class Gpu:
         self.last: torch.cuda.Stream | None = None  # on which a replay was started
         self.lock = threading.RLock()
 
-    def ready(self) -> None:
-        """cuBLAS takes its workspaces now, one for each stream, or they would be counted."""
-        for stream in (torch.cuda.current_stream(self.device), self.stream):
-            with torch.cuda.stream(stream):
-                for dtype in (torch.bfloat16, torch.float32):
-                    one = torch.ones(16, 16, device=self.device, dtype=dtype)
-                    torch.addmm(one, one, one)
-        torch.cuda.synchronize(self.device)
-
     def rehearse(self, run: Run, pool: Any) -> Any:
         """Runs on our stream, with memory of a pool that is measured and dropped."""
         before = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(before)
-        with torch.cuda.stream(self.stream), torch.cuda.use_mem_pool(pool, self.device):
+        stream, memory = torch.cuda.stream(self.stream), torch.cuda.use_mem_pool(pool, self.device)
+        with self._workspaces(), stream, memory:
             out = run()
         before.wait_stream(self.stream)
         return out
+
+    @contextlib.contextmanager
+    def _workspaces(self) -> Iterator[None]:
+        """cuBLAS takes its workspace of the pool within: outside, others may have it freed, as
+        Inductor's trees do, and recorded products would go on writing to it."""
+        torch.cuda.synchronize(self.device)
+        torch._C._cuda_clearCublasWorkspaces()
+        try:
+            yield
+        finally:
+            torch._C._cuda_clearCublasWorkspaces()
 
     def record(self, run: Run) -> Recording:
         """Records a call. Errors: what capturing raises; what it took is free again."""
@@ -57,8 +60,11 @@ class Gpu:
         enabled = gc.isenabled()
         gc.disable()  # a kernel that dies meanwhile would be unloaded
         try:
-            with torch.cuda.graph(
-                graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"
+            with (
+                self._workspaces(),
+                torch.cuda.graph(
+                    graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"
+                ),
             ):
                 outputs = run()
         except BaseException:
@@ -91,8 +97,8 @@ class Gpu:
 
     def allocated(self) -> int:
         """Bytes of all tensors on the device."""
-        torch.cuda.synchronize(self.device)
-        return torch.cuda.memory_allocated(self.device)
+        with self._workspaces():  # which are nobody's
+            return torch.cuda.memory_allocated(self.device)
 
     def beside(self) -> int:
         """Bytes of the device that others than tensors take, CUDA graphs among them."""
@@ -115,44 +121,47 @@ def capturing() -> bool:
 
 
 class Compiles:
-    """Counts Dynamo's compiles and kernels that Triton loads; raises for one while `forbidden`."""
+    """Counts what Dynamo compiles and Triton loads on one thread."""
 
     def __init__(self) -> None:
-        self.loaded = 0
-        self.forbidden = False
+        self.count = 0
+        self.thread = 0
 
-    @property
-    def count(self) -> int:
-        """Both until now."""
-        return self.loaded + int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    def _loads(self, module: Any, function: Any, name: str, *rest: Any) -> None:
+        self._compiles()
 
-    def _load(self, module: Any, function: Any, name: str, *rest: Any) -> None:
-        self.loaded += 1
-        if self.forbidden:
-            raise QinductorError(f"{name} was to be loaded while a CUDA graph was recorded")
+    def _compiles(self, *arguments: Any) -> None:
+        self.count += threading.get_ident() == self.thread
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Sees what Triton loads."""
+        """Sees both within."""
+        self.thread = threading.get_ident()
+        handler: Any = torch._dynamo.callback.callback_handler
+        handler.register_start_callback(self._compiles)
         try:
             from triton import knobs
+
+            hooks: Any = knobs.runtime.kernel_load_start_hook
+            hooks.add(self._loads)
         except ImportError:
-            yield
-            return
-        hooks: Any = knobs.runtime.kernel_load_start_hook
-        hooks.add(self._load)
+            hooks = None
         try:
             yield
         finally:
-            hooks.remove(self._load)
+            handler.remove_start_callback(self._compiles)
+            if hooks is not None:
+                hooks.remove(self._loads)
 
     @contextlib.contextmanager
     def none(self) -> Iterator[None]:
         """Within it a compile is an error."""
-        before, self.forbidden = self.count, True
+        before, said = self.count, "something was compiled while a CUDA graph was recorded"
         try:
             yield
+        except Exception as error:
             if self.count != before:
-                raise QinductorError("a graph was compiled while a CUDA graph was recorded")
-        finally:
-            self.forbidden = False
+                raise QinductorError(f"{said}: {error}") from error
+            raise
+        if self.count != before:
+            raise QinductorError(said)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ class Call:
     size: int
     make: Callable[[int], Made]
     between: bool = True  # whether it makes those of sizes that were not asked for
+    asked: bool = True  # whether the user asked for this size
 
     def __call__(self) -> Made:
         """(args, kwargs)"""
@@ -46,21 +48,31 @@ def calls_of(
     if made:
         if not sizes or kwargs:
             raise OptionError("a function that makes examples takes batch_sizes, and no kwargs")
-        return [Call(size, functools.partial(_made, example[0])) for size in sizes]
-    first = _tensors((example, kwargs))
-    if not first or first[0].dim() == 0:
+        return _of_sizes(sizes, functools.partial(_made, example[0]))
+    own = next((x.shape[0] for x in _tensors((example, kwargs)) if x.dim()), None)
+    if own is None:
         raise OptionError("the example has no tensor with an axis; wanted the arguments of a call")
-    own = first[0].shape[0]
-    resized = functools.partial(_batched, example, kwargs, own, len(sizes) > 1)
-    return [Call(size, resized) for size in sizes or [own]]
+    resized = functools.partial(_batched, example, kwargs, own, len(sizes) > 0)
+    return _of_sizes(sizes, resized) or [Call(own, resized)]
+
+
+def _of_sizes(sizes: Sequence[int], make: Callable[[int], Made]) -> list[Call]:
+    calls = [Call(size, make) for size in sizes]
+    if sizes and sizes[-1] > 1:  # Dynamo compiles one row by itself: not at the first such call
+        calls.append(Call(1, make, asked=False))
+    return calls
 
 
 def _sizes(batch_sizes: Sequence[int] | None) -> list[int]:
-    sizes = sorted(set(batch_sizes or ()), reverse=True)
-    if batch_sizes is not None and (not sizes or not all(_positive(size) for size in sizes)):
+    """Positive integers, the largest first."""
+    if batch_sizes is None:
+        return []
+    try:
+        sizes = sorted(set(map(operator.index, batch_sizes)), reverse=True)
+    except TypeError:
+        sizes = []
+    if not sizes or sizes[-1] < 1:
         raise OptionError(f"batch_sizes is {batch_sizes!r}; wanted positive integers")
-    if sizes and sizes[-1] > 1:
-        sizes.append(1)  # Dynamo compiles one row by itself: not at the first such call
     return sizes
 
 
@@ -76,9 +88,13 @@ def _made(example: Callable[[int], Made], size: int) -> Made:
 
 
 def _batched(example: Any, kwargs: Any, own: int, many: bool, size: int) -> Made:
+    @functools.cache  # of one tensor, one
+    def grown(value: torch.Tensor) -> torch.Tensor:
+        return _grown(value, (size, *value.shape[1:]), (0,) if many else ())
+
     def resized(value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.dim() and value.shape[0] == own:
-            return _grown(value, (size, *value.shape[1:]), (0,) if many else ())
+            return grown(value)
         return value
 
     made: Made = tree_map(resized, (tuple(example), dict(kwargs)))
@@ -89,11 +105,17 @@ def _grown(value: torch.Tensor, shape: Sequence[int], varies: Sequence[int]) -> 
     """A tensor's elements, over and over, in another shape, with axes that Dynamo is told may vary;
     the same memory in its own shape."""
     for dim, size in enumerate(shape):
-        if value.shape[dim] != size:
+        if value.shape[dim] != size and value.stride(dim) == 0:
+            value = value.narrow(dim, 0, 1).expand(
+                *value.shape[:dim], size, *value.shape[dim + 1 :]
+            )
+        elif value.shape[dim] != size:
             rows = torch.arange(size, device=value.device) % max(1, value.shape[dim])
             value = value.index_select(dim, rows)
     if type(value) is torch.Tensor and not hasattr(value, STATIC):
-        value = value.data  # the marks are not the user's
+        made = value.data  # the marks are not the user's
+        vars(made).update(vars(value))
+        value = made
         for dim in varies:
             torch._dynamo.maybe_mark_dynamic(value, dim)
     return value
@@ -169,17 +191,9 @@ def between(calls: Sequence[Call]) -> list[Call]:
     found = []
     for below, call in zip([1, *(c.size for c in ascending)], ascending, strict=False):
         size = max(2, below + 1)
-        if call.between and size < call.size and _can_make(call, size):
-            found.append(Call(size, call.make))
+        if call.between and size < call.size:
+            found.append(Call(size, call.make, asked=False))
     return found
-
-
-def _can_make(call: Call, size: int) -> bool:
-    try:
-        call.make(size)
-    except ValueError:  # shapes that do not grow in proportion
-        return False
-    return True
 
 
 def devices(call: Call) -> list[torch.device]:

@@ -6,40 +6,26 @@ tensors marked static and those that the graph writes to are taken where they li
 """
 
 import dataclasses
-import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch._guards import TracingContext
 from torch.fx import GraphModule
 
-from qinductor.freed import parts
+from qinductor.freed import is_freed, parts
 from qinductor.options import Options
 from qinductor.report import last_report
-from qinductor.retrace import STATIC, holders, names
-from qinductor.runtime import Choice, Compiled
-from qinductor.serving import cuda, padding
+from qinductor.serving import cuda
 from qinductor.serving.account import Account
-from qinductor.serving.padding import Axis, Fill
-from qinductor.store import pointer_of
+from qinductor.serving.entries import Entry, extent
+from qinductor.serving.families import Family, Sizes
+from qinductor.serving.signature import Signature, left_to_inductor
 
 FITS = 4096  # sizes of calls of which a graph remembers where they fit
-Sizes = tuple[Any, ...]
 Key = tuple[Sizes, tuple[int, ...]]
-
-
-@dataclasses.dataclass(frozen=True)
-class Input:
-    """An input of a graph.
-
-    kind  "weight" and "static": taken by address, the latter of any shape; "written": too, and the
-          graph writes to it; "copied"; "value": no tensor
-    """
-
-    name: str
-    kind: str
+accounts: "weakref.WeakSet[Account]" = weakref.WeakSet()  # of all that was warmed up
 
 
 def recordable(
@@ -63,208 +49,6 @@ def recordable(
     return Runner(run, signature)
 
 
-class Signature:
-    """What a graph's inputs are; made before the compile, `finish`ed after it.
-
-    reason  why the graph is not recorded, or None
-    """
-
-    def __init__(self, gm: GraphModule, arguments: Sequence[Any]) -> None:
-        kinds = map(_kind, holders(gm), arguments)
-        self.inputs = [Input(*pair) for pair in zip(names(gm), kinds, strict=True)]
-        self.own = sum(1 for _ in gm.parameters()) + sum(1 for _ in gm.buffers())
-        self.device, self.reason = _device(arguments)
-
-    def finish(self, arguments: Sequence[Any]) -> None:
-        """Learns which inputs the graph writes to, from what AOTAutograd has noted."""
-        context: Any = TracingContext.try_get()
-        metadata = getattr(context, "fw_metadata", None)
-        flat = [i for i, value in enumerate(arguments) for _ in _flat(value)]
-        infos = [] if metadata is None else metadata.input_info[self.own :]
-        if len(infos) != len(flat):
-            self.reason = self.reason or "it is not known what the graph writes to"
-            return
-        for i, info in zip(flat, infos, strict=True):
-            if info.mutates_metadata or info.mutates_storage_metadata:
-                self.reason = f"the graph changes the shape of {self.inputs[i].name}"
-            if info.mutates_data:
-                self.inputs[i] = dataclasses.replace(self.inputs[i], kind="written")
-
-
-def _flat(value: Any) -> Sequence[Any]:
-    return list(parts(value)) if isinstance(value, torch.Tensor) else [value]
-
-
-def _kind(node: Any, value: Any) -> str:
-    if not isinstance(value, torch.Tensor):
-        return "value"
-    if isinstance(value, torch.nn.Parameter):
-        return "weight"
-    return "static" if (node.meta.get("tensor_dict") or {}).get(STATIC) else "copied"
-
-
-def _device(arguments: Sequence[Any]) -> tuple[torch.device | None, str | None]:
-    """(the device of all tensors, why this is none to record on)."""
-    devices = {value.device for value in arguments if isinstance(value, torch.Tensor)}
-    if len(devices) != 1:
-        found = " and ".join(sorted(map(str, devices))) or "no device"
-        return None, f"its inputs are on {found}"
-    (device,) = devices
-    return device, None if device.type in cuda.RECORDERS else f"it runs on {device}"
-
-
-def left_to_inductor(gm: GraphModule, arguments: Sequence[Any]) -> str | None:
-    """Why a graph is Inductor's trees' to record, which split it; None if it is ours, or nobody's.
-
-    An input is on a CPU, or something larger than a number is made there, and the rest is not.
-    """
-    made = [node.meta.get("example_value") for node in gm.graph.nodes]
-    tensors = [value for value in arguments if isinstance(value, torch.Tensor)]
-    tensors += [value for value in made if isinstance(value, torch.Tensor) and value.dim()]
-    kinds = {tensor.device.type for tensor in tensors}
-    if kinds & set(cuda.RECORDERS) and "cpu" in kinds:
-        return "a part of the graph is on a CPU"
-    return None
-
-
-@dataclasses.dataclass(eq=False)
-class Held:
-    """A copied input of an entry: its buffer, and how it is padded."""
-
-    index: int
-    buffer: torch.Tensor
-    fill: Fill
-    axis: Axis | None = None
-
-
-@dataclasses.dataclass(eq=False)
-class Entry:
-    """One recorded call.
-
-    device   with what it was recorded
-    recording  None once weights have changed: it is of no more use
-    choice   the compiled variant and the packed weights
-    outputs  as the compiled graph gave them, in memory that replays write
-    family   the sizes that were seen with it
-    shared   whether an output lies in an input that is taken by address, and is no copy
-    axes     of outputs that grow; None where padding is not allowed, for the `reason`
-    proved   whether a padded call was seen to give what the plain one gives
-    """
-
-    device: Any
-    size: int
-    recording: cuda.Recording | None
-    choice: Choice
-    held: list[Held]
-    shared: list[bool]
-    family: "Family"
-    axes: list[Axis | None] | None = None
-    reason: str = "only one size of it was recorded"
-    proved: bool = False
-
-    def __call__(self, arguments: Sequence[Any], size: int | None, turned: bool = False) -> Any:
-        """Replays for these arguments, of fewer rows where `size` is given."""
-        assert self.recording is not None
-        with torch.no_grad(), self.device.replaying():
-            into, given = [], []
-            for held in self.held:
-                value = arguments[held.index]
-                if size is not None and held.axis is not None:
-                    sizes = size, self.size
-                    padding.padded_into(held.buffer, value, held.axis, sizes, held.fill, turned)
-                else:
-                    into.append(distinct(held.buffer))
-                    given.append(distinct(value))
-            if into:
-                torch._foreach_copy_(into, given)
-            self.recording.replay()
-            outputs = self.recording.outputs
-            made = [self._given(i, out, size) for i, out in enumerate(outputs)]
-        return type(outputs)(made)
-
-    def _given(self, i: int, out: Any, size: int | None) -> Any:
-        if not isinstance(out, torch.Tensor):
-            return out
-        if size is not None and self.axes is not None:
-            out = padding.cut(out, self.axes[i], size)
-        return out if self.shared[i] else out.detach().clone()
-
-    def drop(self) -> None:
-        """Frees what it holds."""
-        if self.recording is not None:
-            self.recording.reset()
-        self.recording = None
-        self.held.clear()
-
-    def is_current(self, choice: Choice) -> bool:
-        """Whether a call would take the variant and the packed weights that were recorded."""
-        compiled, packed = self.choice
-        return (
-            self.recording is not None
-            and choice[0] is compiled
-            and (
-                choice[1] is packed
-                or (len(choice[1]) == len(packed) and all(map(_same, choice[1], packed)))
-            )
-        )
-
-
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a is b
-
-
-def distinct(value: torch.Tensor) -> torch.Tensor:
-    """The elements of a tensor that is broadcast, each once."""
-    for dim, (size, stride) in enumerate(zip(value.shape, value.stride(), strict=True)):
-        if stride == 0 and size > 1:
-            value = value.narrow(dim, 0, 1)
-    return value
-
-
-class Family:
-    """The sizes that one warm-up saw of one graph: of inputs that may change, by a call's size.
-
-    gave  what the outputs looked like then
-    """
-
-    def __init__(self) -> None:
-        self.seen: dict[int, Sizes] = {}
-        self.gave: dict[int, list[Any]] = {}
-
-    @functools.cached_property
-    def axes(self) -> list[Axis | None] | None:
-        """How the inputs grow, values as shapes of one axis; None if not in proportion."""
-        try:
-            return [
-                padding.axis_of(dict(zip(self.seen, map(_shape, column), strict=True)))
-                for column in zip(*self.seen.values(), strict=True)
-            ]
-        except ValueError:
-            return None
-
-    def saw(self, size: int, sizes: Sizes) -> None:
-        """Notes the sizes of inputs at the size of a call."""
-        self.seen.setdefault(size, sizes)
-        vars(self).pop("axes", None)
-
-    def fits(self, sizes: Sizes) -> Iterator[tuple[int, int]]:
-        """(recorded size, the call's own), smallest first, of calls that padding would do for."""
-        axes, shapes = self.axes, list(map(_shape, sizes))
-        if axes is None or len(axes) != len(shapes):
-            return
-        growing = [(s, axis) for s, axis in zip(shapes, axes, strict=True) if axis is not None]
-        if not growing or len(growing[0][0]) <= growing[0][1].dim:
-            return
-        shape, axis = growing[0]
-        size = shape[axis.dim] // axis.each
-        for bucket in sorted(self.seen):
-            known = map(_shape, self.seen[bucket])
-            if size < bucket and shapes == [
-                _cut(*of, size) for of in zip(known, axes, strict=True)
-            ]:
-                yield bucket, size
-
-
 class Runner:
     """What the backend gives Dynamo for `Options(cudagraphs="buckets")`.
 
@@ -272,6 +56,8 @@ class Runner:
     entries   recorded calls
     families  what each warm-up saw
     symbolic  whether sizes are inputs, so that it serves more than one
+    computes  where the graph computes with its sizes, or None
+    account   of the warm-up that saw it last
     """
 
     def __init__(self, run: Any, signature: Signature) -> None:
@@ -279,7 +65,8 @@ class Runner:
         self.device, self.reason = signature.device, signature.reason
         self.entries: dict[Key, Entry] = {}
         self.families: list[Family] = []
-        self.account = Account()
+        self.computes = signature.computes
+        self.account: Account | None = None
         self.lock = threading.RLock()
         self._fits: dict[Sizes, list[tuple[Family, int, int]]] = {}
         places = enumerate(self.inputs)
@@ -287,19 +74,23 @@ class Runner:
         self._tensors = [self.inputs[i].kind != "value" for i in self.changing]
         self.symbolic = not all(self._tensors)
         self.fixed = [i for i, x in enumerate(self.inputs) if x.kind not in ("copied", "value")]
+        self._there = self.fixed  # those of them that were not freed
 
     def __call__(self, *arguments: Any) -> Any:
         session = warming()
         if session is not None:
             return session.call(self, arguments)
-        if not self.entries or cuda.capturing():  # nothing was recorded, or somebody else records
+        if cuda.capturing() or not accounts:  # somebody else records, or nobody has
             return self.run(*arguments)
-        with self.lock:
-            entry, size, reason = self.found(arguments)
-            if entry is not None:
-                self.account.replayed += 1
-                return entry(arguments, size)
-        self.account.plain[reason] += 1
+        reason = self.reason or "a graph that was not recorded"
+        if self.entries:
+            with self.lock:
+                entry, size, reason = self.found(arguments)
+                if entry is not None:
+                    entry.account.replayed += 1
+                    return entry(arguments, size)
+        for account in accounts if self.account is None else (self.account,):
+            account.plain[reason] += 1
         return self.run(*arguments)
 
     def key(self, arguments: Sequence[Any]) -> Key:
@@ -307,45 +98,56 @@ class Runner:
         pairs = zip(self.changing, self._tensors, strict=True)
         sizes = tuple(tuple(arguments[i].shape) if t else arguments[i] for i, t in pairs)
         with torch._C.DisableTorchFunctionSubclass():
-            held = [arguments[i] for i in self.fixed]
+            held = [arguments[i] for i in self._there]
             try:
                 places = tuple(map(torch.Tensor.data_ptr, held))
-            except RuntimeError:  # of one that was freed
-                places = (0,)
-            if 0 in places:  # or of a subclass, which has none of its own
-                places = tuple(p for value in held for p in map(pointer_of, parts(value)))
+            except RuntimeError:  # one was freed: what is packed of it is looked at instead
+                self._there = [
+                    i for i in self._there if not any(map(is_freed, parts(arguments[i])))
+                ]
+                return self.key(arguments)
+            if 0 in places:  # of a subclass, which has none of its own
+                places = tuple(part.data_ptr() for value in held for part in parts(value))
         return sizes, places
-
-    def choice(self, arguments: Sequence[Any]) -> Choice:
-        """The variant that a call takes, and its packed weights."""
-        return self.run.choose(arguments) if isinstance(self.run, Compiled) else (self.run, [])
 
     def found(self, arguments: Sequence[Any]) -> tuple[Entry | None, int | None, str]:
         """(the entry that a call is replayed by, its size if it is padded, why there is none)."""
         sizes, places = self.key(arguments)
         entry, size, reason = self.entries.get((sizes, places)), None, "no recorded size fits"
         if entry is None:
-            entry, size, reason = self._padded(sizes, places)
+            entry, size, reason = self._padded(sizes, places, arguments)
         if entry is None:
-            if any(known == sizes for known, _ in self.entries):
+            if any(known == sizes for known, _ in list(self.entries)):
                 reason = "an input that is taken by its address is another tensor"
             return None, None, reason
-        if not entry.is_current(self.choice(arguments)):
+        if not entry.is_current(self.run, arguments):
             entry.drop()
             return None, None, "weights changed since they were recorded; call warmup again"
         return entry, size, ""
 
     def _padded(
-        self, sizes: Sizes, places: tuple[int, ...]
+        self, sizes: Sizes, places: tuple[int, ...], arguments: Sequence[Any]
     ) -> tuple[Entry | None, int | None, str]:
-        reason = "no recorded size fits"
         for family, bucket, size in self._fitting(sizes):
             entry = self.entries.get((family.seen[bucket], places))
-            if entry is not None and entry.family is family:
-                if entry.axes is not None and entry.proved:
-                    return entry, size, ""
-                reason = f"not padded: {entry.reason}"
-        return None, None, reason
+            if entry is None or entry.family is not family:
+                continue
+            if entry.axes is None or not entry.proved:
+                return None, None, f"not padded: {entry.reason}"
+            if not self._holds(family, bucket, arguments):
+                return None, None, "not padded: a state has no memory for the rows that are added"
+            return entry, size, ""
+        return None, None, "no recorded size fits"
+
+    def _holds(self, family: Family, bucket: int, arguments: Sequence[Any]) -> bool:
+        """Whether inputs that are taken by address lie in memory as large as was recorded."""
+        for i, known in zip(self.changing, family.seen[bucket], strict=True):
+            value = arguments[i]
+            if self.inputs[i].kind in ("static", "written") and tuple(value.shape) != known:
+                end = value.storage_offset() + extent(known, value.stride())
+                if end * value.itemsize > value.untyped_storage().nbytes():
+                    return False
+        return True
 
     def _fitting(self, sizes: Sizes) -> list[tuple[Family, int, int]]:
         if sizes not in self._fits:
@@ -361,7 +163,7 @@ class Runner:
         family.saw(size, sizes)
         self._fits.clear()
 
-    def forget(self, entries: Sequence[Entry]) -> None:
+    def forget(self, entries: Iterable[Entry]) -> None:
         """Drops recorded calls."""
         with self.lock:
             gone = {id(entry) for entry in entries}
@@ -370,16 +172,6 @@ class Runner:
             left = {id(entry.family) for entry in self.entries.values()}
             self.families[:] = [family for family in self.families if id(family) in left]
             self._fits.clear()
-
-
-def _shape(value: Any) -> tuple[int, ...]:
-    return value if isinstance(value, tuple) else (value,)
-
-
-def _cut(shape: tuple[int, ...], axis: Axis | None, size: int) -> tuple[int, ...]:
-    if axis is None:
-        return shape
-    return (*shape[: axis.dim], size * axis.each, *shape[axis.dim + 1 :])
 
 
 _active = threading.local()

@@ -1,10 +1,9 @@
 """The phases of warm-up: what graphs do with a call while each of them goes on."""
 
 import contextlib
-import dataclasses
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,49 +13,37 @@ from qinductor.freed import is_freed, parts
 from qinductor.report import reports
 from qinductor.serving import cuda, padding
 from qinductor.serving.account import Account, Outcome, Phase
+from qinductor.serving.buffers import Buffers
+from qinductor.serving.entries import OWN, VIEW, Entry, Held, chosen, watched
+from qinductor.serving.families import Family
 from qinductor.serving.padding import Padding
-from qinductor.serving.runner import Entry, Family, Held, Runner, distinct, warm, warming
+from qinductor.serving.runner import Runner, accounts, warm, warming
 
 RESTORED = 64 << 20  # bytes of states that are as before after warm-up; more of them are not
-COPIED = 16 << 20  # bytes of an input from which copying it is worth a note
 ROUNDS = 5  # runs of all sizes until one must compile nothing
-BLOCK = 512  # bytes to which the allocator rounds up
-
-
-@dataclasses.dataclass
-class Extent:
-    """The flat memory that buffers of all sizes of one input share."""
-
-    elements: int
-    dtype: torch.dtype
-    memory: torch.Tensor | None = None
-
-    @property
-    def bytes(self) -> int:
-        """As the allocator rounds them."""
-        return -(-self.elements * self.dtype.itemsize // BLOCK) * BLOCK
 
 
 class Session:
     """What was warmed up for one model.
 
     mode     what a graph does with a call: "run", "rehearse", "record" or "prove"
-    extents  of the copied inputs of each graph
+    buffers  of the copied inputs of each graph
     """
 
     def __init__(self) -> None:
         self.account = Account()
+        accounts.add(self.account)
         self.runners: weakref.WeakSet[Runner] = weakref.WeakSet()
-        self.entries: list[Entry] = []
-        self.extents: weakref.WeakKeyDictionary[Runner, dict[int, Extent]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self.entries: weakref.WeakSet[Entry] = weakref.WeakSet()
+        self.buffers = Buffers(self.account)
         self.gpus: dict[torch.device, Any] = {}
         self.compiles = cuda.Compiles()
         self.mode, self.size = "run", 0
         self.padding: Padding = None
         self.scratch: dict[torch.device, Any] = {}
         self.kept: list[Any] = []
+        self.states: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        self.ran = 0  # graphs, in this call of the model
         self.names: weakref.WeakKeyDictionary[Runner, str] = weakref.WeakKeyDictionary()
         # Of this warm-up.
         self.families: weakref.WeakKeyDictionary[Runner, Family] = weakref.WeakKeyDictionary()
@@ -77,52 +64,76 @@ class Session:
             self.mode = "run"
             self.drop()
 
-    def call(self, runner: Runner, arguments: Sequence[Any]) -> Any:
-        """What a graph does with a call meanwhile."""
-        self.runners.add(runner)
-        runner.account = self.account
-        if self.mode == "prove" and runner.reason is None:
-            return self._proved(runner, arguments)
-        with self._restored(runner, arguments):
-            return self._called(runner, arguments)
-
     @contextlib.contextmanager
-    def _restored(self, runner: Runner, arguments: Sequence[Any]) -> Iterator[None]:
-        """States that the graph writes to are afterwards what they were."""
-        pairs = zip(runner.inputs, arguments, strict=True)
-        states = [value for given, value in pairs if given.kind == "written"]
-        before, left = [], RESTORED
-        for state in sorted(states, key=lambda state: state.nbytes):  # positions before caches
-            left -= state.nbytes
-            if left < 0:
-                self.account.note(
-                    f"warm-up has written to states of more than {RESTORED >> 20} MiB"
-                )
-                break
-            before.append((state, state.detach().clone()))
+    def calling(self, mode: str, size: int) -> Iterator[None]:
+        """One call of the model; states that graphs write to are afterwards what they were."""
+        self.mode, self.size, self.ran = mode, size, 0
         try:
             yield
         finally:
             with torch.no_grad():
-                for state, old in before:
-                    state.copy_(old)
+                for state, before in self.states.values():
+                    if before is not None:
+                        state.copy_(before)
+            self.states.clear()
+        if not self.ran and mode == "run":
+            reason = "no graph of qinductor ran; Dynamo gave up, at its limit of recompiles perhaps"
+            self.account.outcomes.append(Outcome(size, "the model", reason))
 
-    def _called(self, runner: Runner, arguments: Sequence[Any]) -> Any:
-        if runner.reason is None and runner.device is not None:
-            gpu = self.gpu(runner.device)
+    def call(self, runner: Runner, arguments: Sequence[Any]) -> Any:
+        """What a graph does with a call meanwhile."""
+        self.runners.add(runner)
+        self.ran += 1
+        runner.account = self.account
+        self._save(runner, arguments)
+        if runner.reason is None and self.mode != "prove":
+            runner.reason = self.buffers.measure(runner, arguments)
+            runner.saw(self.family(runner), self.size, runner.key(arguments)[0])
+        if runner.reason is not None or runner.device is None:
+            if self.mode == "record":
+                self._outcome(runner, runner.reason)
+            return runner.run(*arguments)
+        gpu = self.gpu(runner.device)
+        if self.mode == "run":
+            return self._run(runner, arguments)
+        with runner.lock, gpu.lock:  # other threads may replay meanwhile
             if self.mode == "rehearse":
                 return self._rehearsed(gpu, runner, arguments)
             if self.mode == "record":
                 return self._recorded(gpu, runner, arguments)
-            self._measure(runner, arguments)
-            out = runner.run(*arguments)
-            self.family(runner).gave.setdefault(self.size, [padding.look(one) for one in out])
-            if any(isinstance(one, torch.Tensor) and one.requires_grad for one in out):
-                runner.reason = "a training graph; wanted warmup and calls within torch.no_grad()"
-            return out
-        elif self.mode == "record":
-            self._outcome(runner, runner.reason)
-        return runner.run(*arguments)
+            return self._proved(runner, arguments)
+
+    def _save(self, runner: Runner, arguments: Sequence[Any]) -> None:
+        """Keeps what states were before this call of the model, small ones first."""
+        written = [i for i, given in enumerate(runner.inputs) if given.kind == "written"]
+        for i in sorted(written, key=lambda i: arguments[i].nbytes):
+            state = arguments[i]
+            if id(state) in self.states:
+                continue
+            held = sum(old.nbytes for _, old in self.states.values() if old is not None)
+            fits = held + state.nbytes <= RESTORED
+            self.states[id(state)] = state, state.detach().clone() if fits else None
+            if not fits:
+                limit = f"{RESTORED >> 20} MiB"
+                self.account.note(f"warm-up has written to states of more than {limit}")
+
+    @contextlib.contextmanager
+    def _undone(self, runner: Runner, arguments: Sequence[Any]) -> Iterator[None]:
+        """What is done to small states within is undone."""
+        inputs = zip(runner.inputs, arguments, strict=True)
+        small = [x for given, x in inputs if given.kind == "written" and x.nbytes <= RESTORED >> 4]
+        before = [state.detach().clone() for state in small]
+        yield
+        with torch.no_grad():
+            for state, old in zip(small, before, strict=True):
+                state.copy_(old)
+
+    def _run(self, runner: Runner, arguments: Sequence[Any]) -> Any:
+        out = runner.run(*arguments)
+        self.family(runner).gave.setdefault(self.size, [padding.look(one) for one in out])
+        if any(isinstance(one, torch.Tensor) and one.requires_grad for one in out):
+            runner.reason = "a training graph; wanted warmup and calls within torch.no_grad()"
+        return out
 
     def gpu(self, device: torch.device) -> Any:
         """The recorder of a device."""
@@ -130,24 +141,11 @@ class Session:
             self.gpus[device] = cuda.RECORDERS[device.type](device)
         return self.gpus[device]
 
-    def _measure(self, runner: Runner, arguments: Sequence[Any]) -> None:
-        extents = self.extents.setdefault(runner, {})
-        for i, given in enumerate(runner.inputs):
-            if given.kind != "copied":
-                continue
-            value = arguments[i]
-            if hasattr(value, "__tensor_flatten__"):
-                runner.reason = f"{given.name} is a {type(value).__name__} that may change"
-                return
-            if torch._debug_has_internal_overlap(distinct(value)) == 1:
-                runner.reason = f"elements of {given.name} share memory"
-                return
-            pairs = zip(value.shape, value.stride(), strict=True)
-            elements = 1 + sum((size - 1) * stride for size, stride in pairs if size)
-            known = extents.setdefault(i, Extent(0, value.dtype))
-            if elements > known.elements:
-                extents[i] = Extent(elements, value.dtype)
-        runner.saw(self.family(runner), self.size, runner.key(arguments)[0])
+    def _bound(self, runner: Runner, arguments: Sequence[Any]) -> tuple[Any, Any, list[Held]]:
+        """(the call on buffers that hold these arguments, its choice, the buffers)."""
+        given, held = self.buffers.filled(runner, arguments, self.padding)
+        choice = chosen(runner.run, arguments)
+        return lambda: _outputs(runner, choice, given), choice, held
 
     def family(self, runner: Runner) -> Family:
         """What this warm-up saw of a graph."""
@@ -162,47 +160,6 @@ class Session:
             if not any(padding.named(key, given.name) for given in inputs):
                 known = sorted({given.name for given in inputs if given.kind == "copied"})
                 raise OptionError(f"padding of {key!r} is no input of a graph; known: {known}")
-
-    def predicted(self) -> int:
-        """Bytes of buffers that are wanted and not there yet."""
-        return sum(extent.bytes for extent in self._missing())
-
-    def allocate(self) -> None:
-        """Makes the buffers."""
-        with torch.inference_mode(False):  # others could not be written to outside of it
-            for runner, extents in self.extents.items():
-                for i, extent in extents.items():
-                    if extent.memory is None and extent.bytes > COPIED:
-                        name, size = runner.inputs[i].name, extent.bytes >> 20
-                        self.account.note(
-                            f"{name} is copied at every call, {size} MiB: if it is always the same "
-                            "tensor, call torch._dynamo.mark_static_address on it"
-                        )
-                    if extent.memory is None:
-                        extent.memory = torch.zeros(
-                            extent.elements, dtype=extent.dtype, device=runner.device
-                        )
-
-    def _missing(self) -> list[Extent]:
-        held = (extent for extents in self.extents.values() for extent in extents.values())
-        return [extent for extent in held if extent.memory is None]
-
-    def _bound(
-        self, runner: Runner, arguments: Sequence[Any]
-    ) -> tuple[Callable[[], Any], Any, list[Held]]:
-        """(the call on buffers that hold these arguments, its choice, the buffers)."""
-        given, held = list(arguments), []
-        self._measure(runner, arguments)
-        self.allocate()  # what another graph was expected to take
-        for i, extent in self.extents[runner].items():
-            value = arguments[i]
-            assert extent.memory is not None
-            given[i] = extent.memory.as_strided(value.shape, value.stride())
-            distinct(given[i]).copy_(distinct(value))
-            fill = padding.policy(self.padding, runner.inputs[i].name)
-            held.append(Held(i, given[i], fill))
-        choice = runner.choice(arguments)
-        return lambda: _outputs(runner, choice, given), choice, held
 
     def _rehearsed(self, gpu: Any, runner: Runner, arguments: Sequence[Any]) -> Any:
         run, _, _ = self._bound(runner, arguments)
@@ -223,15 +180,16 @@ class Session:
 
     def _recorded(self, gpu: Any, runner: Runner, arguments: Sequence[Any]) -> Any:
         key = runner.key(arguments)
-        known, size, _ = runner.found(arguments)
-        if known is not None and size is None and known in self.entries:
+        known = runner.entries.get(key)
+        if known is not None and known.is_current(runner.run, arguments):
+            self._adopt(runner, known)
             self._outcome(runner, None)
             return known(arguments, None)
         try:
             run, choice, held = self._bound(runner, arguments)
             with self.compiles.none():
                 recording = gpu.record(run)
-            shared = _shared(runner, arguments, held, recording.outputs)
+            lies = _lies(runner, arguments, held, recording.outputs)
         except torch.OutOfMemoryError as error:
             self._outcome(runner, f"out of memory: {str(error).splitlines()[0]}")
             return runner.run(*arguments)
@@ -244,12 +202,21 @@ class Session:
             said = (str(first) or "no message").splitlines()[0]
             self._outcome(runner, f"{type(first).__name__}: {said}")
             return runner.run(*arguments)
-        entry = Entry(gpu, self.size, recording, choice, held, shared, self.family(runner))
+        written = [i for i, given in enumerate(runner.inputs) if given.kind == "written"]
+        watch = watched(runner.run, choice[0], arguments)
+        entry = Entry(gpu, self.size, recording, choice, held, lies, written, watch,
+                      self.account, self.family(runner))  # fmt: skip
         runner.entries[key] = entry
-        self.entries.append(entry)
+        self.entries.add(entry)
         self.account.captures += 1
         self._outcome(runner, None)
         return entry(arguments, None)
+
+    def _adopt(self, runner: Runner, entry: Entry) -> None:
+        """Takes a call that was recorded before for one of this warm-up's."""
+        entry.family, entry.axes, entry.proved = self.family(runner), None, None
+        for held in entry.held:
+            held.fill = padding.policy(self.padding, runner.inputs[held.index].name)
 
     def spread(self) -> None:
         """Decides which axes of each graph's inputs and outputs grow with a call's size."""
@@ -278,29 +245,35 @@ class Session:
             return "of its inputs no single axis grows in proportion"
         if len(family.seen) < 2 or not any(axis is not None for axis in family.axes):
             return "only one size of it was recorded"
+        if runner.computes is not None:
+            return runner.computes
         written = [given.name for given in runner.inputs if given.kind == "written"]
         if written and self.padding is None:
             return f"the graph writes to {written[0]}; wanted padding=, for rows that are added"
         return None
 
     def _proved(self, runner: Runner, arguments: Sequence[Any]) -> Any:
-        """Runs a call plainly, and padded twice with other rows added."""
-        with self._restored(runner, arguments):
+        """Runs a call plainly, and padded with the rows that are added, and with others."""
+        with self._undone(runner, arguments):
             plain = runner.run(*arguments)
         sizes, places = runner.key(arguments)
         family = self.family(runner)
+        far = padding.far(x for x in (*arguments, *plain) if isinstance(x, torch.Tensor))
         for bucket, size in family.fits(sizes):
             entry = runner.entries.get((family.seen[bucket], places))
             if entry is None or entry.axes is None or entry.family is not family or size < 1:
                 continue
-            with self._restored(runner, arguments):
+            with self._undone(runner, arguments):
                 padded = entry(arguments, size)
-            turned = None
-            if size > 1 and all(h.fill == "repeat" for h in entry.held if h.axis is not None):
-                with self._restored(runner, arguments):
-                    turned = entry(arguments, size, turned=True)
-            why = padding.proved(plain, padded, turned)
-            entry.proved, entry.reason = why is None, why or ""
+            with self._undone(runner, arguments):
+                noisy = entry(arguments, size, noise=True)
+            varied = entry.noisy
+            why = padding.proved(plain, padded, noisy if varied else None, far)
+            repeats = any(h.fill == "repeat" for h in entry.held if h.axis is not None)
+            if why is None and repeats and not varied:
+                why = "all rows of the example are alike, which shows nothing; wanted varied ones"
+            if entry.proved is not False:  # once refuted is refuted
+                entry.proved, entry.reason = why is None, why or ""
             if why is not None:
                 self.account.note(f"{self._name(runner)} at {bucket} is not padded: {why}")
         return plain
@@ -348,12 +321,14 @@ class Session:
 
     def release(self) -> None:
         """Drops recordings and buffers, and gives their memory back."""
+        ours = list(self.entries)
         for runner in list(self.runners):
-            runner.forget(self.entries)
-        for entry in self.entries:
+            runner.forget(ours)
+        for entry in ours:
             entry.drop()
         self.entries.clear()
-        self.extents.clear()
+        accounts.discard(self.account)
+        self.buffers.clear()
         for gpu in self.gpus.values():
             gpu.free()
 
@@ -363,10 +338,10 @@ def _outputs(runner: Runner, choice: Any, given: Sequence[Any]) -> Any:
     return runner.run.called(choice, given) if hasattr(runner.run, "called") else choice[0](*given)
 
 
-def _shared(
+def _lies(
     runner: Runner, arguments: Sequence[Any], held: Sequence[Held], outputs: Sequence[Any]
-) -> list[bool]:
-    """Which outputs lie in inputs that are taken by address. ValueError for one in a buffer."""
+) -> list[int]:
+    """Where each output lies, as `Entry` has it. ValueError for one in a buffer."""
 
     def place(value: torch.Tensor) -> int:
         return value.untyped_storage().data_ptr()
@@ -378,7 +353,8 @@ def _shared(
         at = place(out) if isinstance(out, torch.Tensor) and out.numel() else 0
         if at and at in buffers:
             raise ValueError(f"result {i} is a view of {buffers[at]}")
-        found.append(bool(at) and at in fixed)
+        same = [j for j in runner.fixed if arguments[j] is out]
+        found.append(same[0] if same else VIEW if at and at in fixed else OWN)
     return found
 
 

@@ -1,0 +1,141 @@
+"""What the inputs of a graph are: taken by address, written to, copied, or no tensors."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch._guards import TracingContext
+from torch.fx import GraphModule, Node
+
+from qinductor.freed import parts
+from qinductor.retrace import STATIC, holders, names
+from qinductor.serving import cuda
+
+
+@dataclasses.dataclass(frozen=True)
+class Input:
+    """An input of a graph.
+
+    kind  "weight" and "static": taken by address, the latter of any shape; "written": too, and the
+          graph writes to it; "copied"; "value": no tensor
+    """
+
+    name: str
+    kind: str
+
+
+class Signature:
+    """What a graph's inputs are; made before the compile, `finish`ed after it.
+
+    reason    why the graph is not recorded, or None
+    computes  where the graph computes with its sizes, or None
+    """
+
+    def __init__(self, gm: GraphModule, arguments: Sequence[Any]) -> None:
+        kinds = map(_kind, holders(gm), arguments)
+        self.inputs = [Input(*pair) for pair in zip(names(gm), kinds, strict=True)]
+        self.own = sum(1 for _ in gm.parameters()) + sum(1 for _ in gm.buffers())
+        self.device, self.reason = _device(arguments)
+        self.computes = computes_with_sizes(gm)
+
+    def finish(self, arguments: Sequence[Any]) -> None:
+        """Learns which inputs the graph writes to, from what AOTAutograd has noted."""
+        context: Any = TracingContext.try_get()
+        metadata = getattr(context, "fw_metadata", None)
+        flat = [i for i, value in enumerate(arguments) for _ in _flat(value)]
+        infos = [] if metadata is None else metadata.input_info[self.own :]
+        if len(infos) != len(flat):
+            self.reason = self.reason or "it is not known what the graph writes to"
+            return
+        for i, info in zip(flat, infos, strict=True):
+            if info.mutates_metadata or info.mutates_storage_metadata:
+                self.reason = f"the graph changes the shape of {self.inputs[i].name}"
+            if info.mutates_data:
+                self.inputs[i] = dataclasses.replace(self.inputs[i], kind="written")
+
+
+def _flat(value: Any) -> Sequence[Any]:
+    return list(parts(value)) if isinstance(value, torch.Tensor) else [value]
+
+
+def _kind(node: Any, value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return "value"
+    if isinstance(value, torch.nn.Parameter):
+        return "weight"
+    return "static" if (node.meta.get("tensor_dict") or {}).get(STATIC) else "copied"
+
+
+def _device(arguments: Sequence[Any]) -> tuple[torch.device | None, str | None]:
+    """(the device of all tensors, why this is none to record on)."""
+    devices = {value.device for value in arguments if isinstance(value, torch.Tensor)}
+    if len(devices) != 1:
+        found = " and ".join(sorted(map(str, devices))) or "no device"
+        return None, f"its inputs are on {found}"
+    (device,) = devices
+    return device, None if device.type in cuda.RECORDERS else f"it runs on {device}"
+
+
+def left_to_inductor(gm: GraphModule, arguments: Sequence[Any]) -> str | None:
+    """Why a graph is Inductor's trees' to record, which split it; None if it is ours, or nobody's.
+
+    An input is on a CPU, or something larger than a number is made there, and the rest is not.
+    """
+    made = [node.meta.get("example_value") for node in gm.graph.nodes]
+    tensors = [value for value in arguments if isinstance(value, torch.Tensor)]
+    tensors += [value for value in made if isinstance(value, torch.Tensor) and value.dim()]
+    kinds = {tensor.device.type for tensor in tensors}
+    if kinds & set(cuda.RECORDERS) and "cpu" in kinds:
+        return "a part of the graph is on a CPU"
+    return None
+
+
+# Functions whose symbolic arguments are sizes, and no numbers to compute with.
+SIZED = {
+    "broadcast_to", "chunk", "empty", "expand", "flatten", "new_empty", "new_ones", "new_zeros",
+    "ones", "rand", "randn", "repeat", "reshape", "split", "split_with_sizes", "tensor_split",
+    "tile", "unflatten", "view", "zeros",
+}  # fmt: skip
+
+
+def computes_with_sizes(gm: GraphModule) -> str | None:
+    """Where the numbers of a graph depend on its symbolic sizes, so that those of a larger call may
+    be others; None where they do not."""
+    for node in gm.graph.nodes:
+        value = node.meta.get("example_value")
+        name = getattr(node.target, "__name__", str(node.target))
+        if isinstance(value, torch.SymFloat):
+            return f"the graph computes with its size ({name})"
+        if node.op not in ("call_function", "call_method") or not isinstance(
+            value, (torch.Tensor, tuple)
+        ):
+            continue
+        if any(map(_is_symbolic, _numbers(node, name))):
+            return f"the graph computes with its size ({name})"
+    return None
+
+
+def _numbers(node: Node, name: str) -> list[Any]:
+    """Arguments of a call that are numbers to compute with, if they are symbolic."""
+    args, named = node.args, dict(node.kwargs)
+    if name in ("full", "new_full"):
+        return [*args[2 if name == "new_full" else 1 :], named.get("fill_value")]
+    if name == "arange":
+        ends = {1: 0}.get(len(args), 1)
+        return [a for i, a in enumerate(args) if i != ends] + [
+            named.get("start"),
+            named.get("step"),
+        ]
+    if name == "getitem":
+        index = args[1] if isinstance(args[1], (tuple, list)) else [args[1]]
+        return [one.start if isinstance(one, slice) else one for one in index]
+    if name == "narrow":
+        return [*args[2:3], named.get("start")]
+    return [] if name in SIZED else [*args, *named.values()]
+
+
+def _is_symbolic(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return any(map(_is_symbolic, value))
+    return isinstance(value, Node) and isinstance(value.meta.get("example_value"), torch.SymInt)
