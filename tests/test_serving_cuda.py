@@ -5,7 +5,7 @@ import gc
 
 import pytest
 import torch
-from models import Random
+from models import BF16, Random
 from served import Counting, int4_layer
 from torch._dynamo.utils import counters
 
@@ -51,7 +51,7 @@ def plain(model, **options):
 
 def poison(model):
     """Overwrites all that replays write to or read from, but for weights."""
-    for entry in _sessions[id(model)][1].entries:
+    for entry in list(_sessions[id(model)][1].entries):
         for held in entry.held:
             held.buffer.fill_(float("nan") if held.buffer.is_floating_point() else 0)
         for out in entry.recording.outputs:
@@ -199,6 +199,21 @@ def test_out_of_memory_while_recording():
     for size in (4096, 4):
         torch.testing.assert_close(served(rows(size)), model(rows(size)), atol=0.05, rtol=0.05)
     assert account.replayed == 1
+
+
+def test_memory_that_others_free_is_not_a_recording_s():
+    """As Inductor's trees have cuBLAS's workspaces freed."""
+    model = torch.nn.Linear(16384, 64, device="cuda", dtype=BF16).requires_grad_(False)
+    served, x = compiled(model), rows(4, 16384)  # cut along K
+    account = qinductor.warmup(served, x, quiet=True)
+    want = served(x)
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    others = [torch.full((1 << 18,), 7, device="cuda", dtype=torch.int32) for _ in range(200)]
+    for _ in range(3):
+        assert torch.equal(served(x), want)
+    torch.cuda.synchronize()
+    assert all(bool((other == 7).all()) for other in others) and account.replayed == 4
 
 
 def test_a_graph_of_the_user_s():
