@@ -88,12 +88,12 @@ def test_recorded_buckets(kind, dynamic):
         account = warm(recorded)
         assert not any(outcome.reason for outcome in account.outcomes), account
         before = counters["stats"]["unique_graphs"], account.captures
-        with counted("capture_begin") as captures, counted("replay") as replays:
+        with counted("capture_begin") as captures:
             used = serve(recorded, asked)
     assert (counters["stats"]["unique_graphs"], account.captures) == before
     assert not account.plain and captures.call_count == 0
     assert account.captures == len(BUCKETS)
-    assert account.replayed == replays.call_count == len(used) and set(used) == set(BUCKETS)
+    assert account.replayed == len(used) and set(used) == set(BUCKETS)
     assert [request.tokens for request in asked] == [request.tokens for request in same]
 
 

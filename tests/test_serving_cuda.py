@@ -250,6 +250,28 @@ def test_a_part_on_a_cpu_is_left_to_inductor():
     assert "left to Inductor's CUDA graphs" in str(qinductor.last_report())
 
 
+def test_numbers_of_python_s():
+    """Which Dynamo hands over in tensors on the CPU where it makes all sizes symbolic."""
+
+    class Scaled(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(64, 64).cuda().requires_grad_(False)
+
+        def forward(self, x, scale):
+            return self.layer(x) * scale
+
+    model = Scaled()
+    served = torch.compile(model, backend="qinductor", dynamic=True)
+    x = rows(4, 64).float()
+    account = qinductor.warmup(served, x, 0.25, batch_sizes=[2, 4], quiet=True)
+    assert not any(outcome.reason for outcome in account.outcomes), account
+    for size, scale in ((4, 0.25), (3, 0.25), (2, 0.5), (4, 0.25)):
+        x = rows(size, 64).float()
+        torch.testing.assert_close(served(x, scale), model(x, scale))
+    assert account.replayed == 3
+
+
 def test_what_cannot_be_recorded_runs_plainly():
     class Waiting(torch.nn.Module):
         def forward(self, x):

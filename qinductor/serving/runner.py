@@ -71,9 +71,10 @@ class Runner:
         self._fits: dict[Sizes, list[tuple[Family, int, int]]] = {}
         places = enumerate(self.inputs)
         self.changing = [i for i, given in places if given.kind != "weight"]
-        self._tensors = [self.inputs[i].kind != "value" for i in self.changing]
-        self.symbolic = not all(self._tensors)
-        self.fixed = [i for i, x in enumerate(self.inputs) if x.kind not in ("copied", "value")]
+        self._looks = [LOOKS.get(self.inputs[i].kind, _shape) for i in self.changing]
+        self.symbolic = any(given.kind == "value" for given in self.inputs)
+        kinds = ("weight", "static", "written")
+        self.fixed = [i for i, given in enumerate(self.inputs) if given.kind in kinds]
         self._there = self.fixed  # those of them that were not freed
 
     def __call__(self, *arguments: Any) -> Any:
@@ -95,8 +96,8 @@ class Runner:
 
     def key(self, arguments: Sequence[Any]) -> Key:
         """By which a call is found."""
-        pairs = zip(self.changing, self._tensors, strict=True)
-        sizes = tuple(tuple(arguments[i].shape) if t else arguments[i] for i, t in pairs)
+        pairs = zip(self.changing, self._looks, strict=True)
+        sizes = tuple(look(arguments[i]) for i, look in pairs)
         with torch._C.DisableTorchFunctionSubclass():
             held = [arguments[i] for i in self._there]
             try:
@@ -174,6 +175,12 @@ class Runner:
             self._fits.clear()
 
 
+def _shape(value: torch.Tensor) -> tuple[int, ...]:
+    return tuple(value.shape)
+
+
+# What a key holds of an input; of other kinds its shape.
+LOOKS: dict[str, Callable[[Any], Any]] = {"value": lambda value: value, "number": torch.Tensor.item}
 _active = threading.local()
 
 

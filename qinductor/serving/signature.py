@@ -33,7 +33,8 @@ class Signature:
     """
 
     def __init__(self, gm: GraphModule, arguments: Sequence[Any]) -> None:
-        kinds = map(_kind, holders(gm), arguments)
+        alone = not any(isinstance(x, torch.Tensor) and not x.is_cpu for x in arguments)
+        kinds = (_kind(*of, alone) for of in zip(holders(gm), arguments, strict=True))
         self.inputs = [Input(*pair) for pair in zip(names(gm), kinds, strict=True)]
         self.own = sum(1 for _ in gm.parameters()) + sum(1 for _ in gm.buffers())
         self.device, self.reason = _device(arguments)
@@ -59,17 +60,20 @@ def _flat(value: Any) -> Sequence[Any]:
     return list(parts(value)) if isinstance(value, torch.Tensor) else [value]
 
 
-def _kind(node: Any, value: Any) -> str:
+def _kind(node: Any, value: Any, alone: bool) -> str:
     if not isinstance(value, torch.Tensor):
         return "value"
     if isinstance(value, torch.nn.Parameter):
         return "weight"
+    if not value.dim() and value.is_cpu and not alone:
+        return "number"
     return "static" if (node.meta.get("tensor_dict") or {}).get(STATIC) else "copied"
 
 
 def _device(arguments: Sequence[Any]) -> tuple[torch.device | None, str | None]:
     """(the device of all tensors, why this is none to record on)."""
-    devices = {value.device for value in arguments if isinstance(value, torch.Tensor)}
+    tensors = [value for value in arguments if isinstance(value, torch.Tensor)]
+    devices = {x.device for x in tensors if x.dim()} or {x.device for x in tensors}
     if len(devices) != 1:
         found = " and ".join(sorted(map(str, devices))) or "no device"
         return None, f"its inputs are on {found}"
@@ -80,11 +84,11 @@ def _device(arguments: Sequence[Any]) -> tuple[torch.device | None, str | None]:
 def left_to_inductor(gm: GraphModule, arguments: Sequence[Any]) -> str | None:
     """Why a graph is Inductor's trees' to record, which split it; None if it is ours, or nobody's.
 
-    An input is on a CPU, or something larger than a number is made there, and the rest is not.
+    Something larger than a number is on a CPU, and the rest is not.
     """
     made = [node.meta.get("example_value") for node in gm.graph.nodes]
-    tensors = [value for value in arguments if isinstance(value, torch.Tensor)]
-    tensors += [value for value in made if isinstance(value, torch.Tensor) and value.dim()]
+    values = [*arguments, *made]
+    tensors = [value for value in values if isinstance(value, torch.Tensor) and value.dim()]
     kinds = {tensor.device.type for tensor in tensors}
     if kinds & set(cuda.RECORDERS) and "cpu" in kinds:
         return "a part of the graph is on a CPU"
