@@ -19,10 +19,12 @@ from generating import (
     torchao_int4,
     widened,
 )
+from served import Recorder
 from torch._dynamo.utils import counters
 from transformers import StaticCache
 
 import qinductor
+from qinductor.serving import cuda as recorders
 
 BF16, FP32 = torch.bfloat16, torch.float32
 BATCHES = (1, 2, 3, 4)
@@ -118,6 +120,27 @@ def test_own_cache_stays():
     assert len(places) == len(cache.layers)
     assert compiles() == 1
     lowered(LINEARS["llama"], 1)
+
+
+def test_steps_that_were_warmed_up(monkeypatch):
+    """`warmup` of a short `generate` on a cache of one's own: later steps are replayed."""
+    monkeypatch.setitem(recorders.RECORDERS, "cpu", lambda device: Recorder(device, {}))
+    model, config = build("llama", FP32, int4), compiled(**EAGER_REST)
+    cache = StaticCache(config=model.config, max_cache_len=64)
+
+    def short(ids: torch.Tensor, mask: torch.Tensor) -> None:
+        cache.reset()
+        generate(model, (ids, mask), 4, config, cache=cache)
+
+    generate(model, prompts(3, 9), 4, cache=cache)  # makes the cache's tensors
+    account = qinductor.warmup(short, *prompts(3, 9), quiet=True)
+    for turn, (longest, new) in enumerate([(9, 6), (5, 20)]):
+        cache.reset()
+        prompt = prompts(3, longest, seed=turn)
+        ours = generate(model, prompt, new, config, cache=cache)
+        assert torch.equal(ours.tokens, generate(model, prompt, new).tokens)
+    qinductor.release()
+    assert account.replayed == 5 + 19 and not account.plain and account.captures == 1
 
 
 @cuda
