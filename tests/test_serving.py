@@ -16,6 +16,7 @@ from torch._dynamo.utils import counters
 import qinductor
 from qinductor.serving import _sessions, cuda, examples, padding, session
 from qinductor.testing import product_oracle
+from qinductor.weights import CHECK_EVERY
 
 SIZES = [2, 4, 8]
 
@@ -342,6 +343,15 @@ class TestWeights:
         again = qinductor.warmup(served, x, quiet=True)
         self.check(model, served, x)
         assert again.replayed == 1
+
+    def test_writes_that_bump_no_version_are_seen_as_soon(self, fails):
+        model, served, x, account = self.served()
+        self.check(model, served, x)
+        model.codes.data.copy_(int4_layer(seed=5).codes)
+        for _ in range(CHECK_EVERY):
+            served(x)
+        self.check(model, served, x)
+        assert "weights changed" in str(account.plain)
 
     def test_two_models_share_a_graph(self, fails):
         model, served, x, account = self.served()

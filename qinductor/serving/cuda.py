@@ -117,7 +117,7 @@ RECORDERS: dict[str, Callable[[torch.device], Any]] = {"cuda": Gpu}  # by type o
 
 def capturing() -> bool:
     """Whether somebody records what this thread does now."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 class Compiles:

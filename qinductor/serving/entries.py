@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from qinductor.regions import Leaf
 from qinductor.runtime import Choice, Compiled
 from qinductor.serving import cuda, padding
 from qinductor.serving.account import Account
 from qinductor.serving.families import Family
 from qinductor.serving.padding import Axis, Fill, distinct
+from qinductor.weights import CHECK_EVERY, Resolver
 
 OWN = -1  # of an output: memory of the recording, which is copied; -2: a view of an input; else
 VIEW = -2  # the input that it is
@@ -155,16 +155,14 @@ def extent(shape: Sequence[int], strides: Sequence[int]) -> int:
 
 
 class Watch:
-    """Whether leaves are as they were, in a few passes over all of them.
+    """Whether the leaves of a resolver are as they were, in a few passes over all of them.
 
-    It stands in for `Compiled.choose`, but for every EVERYth call, at which that may look at
-    fingerprints.
+    It stands in for the resolver, but for calls at which that looks at fingerprints.
     """
 
-    EVERY = 16
-
-    def __init__(self, leaves: Sequence[Leaf], arguments: Sequence[Any]) -> None:
-        self.calls = 0
+    def __init__(self, resolver: Resolver, arguments: Sequence[Any]) -> None:
+        self.resolver = resolver
+        leaves = [*(leaf for slot in resolver.slots for leaf in slot.leaves), *resolver.reads]
         self.plain = sorted({leaf.index for leaf in leaves if not leaf.attributes})
         self.inner = sorted({(x.index, ".".join(x.attributes)) for x in leaves if x.attributes})
         values = self._values(arguments)
@@ -188,29 +186,26 @@ class Watch:
 
     def is_quiet(self, arguments: Sequence[Any]) -> bool:
         """Whether nothing has changed; False where it is time for a closer look, too."""
-        self.calls += 1
-        if self.calls % self.EVERY == 0:
+        call = self.resolver.calls + 1
+        if self.resolver.unversioned or call == 2 or call % CHECK_EVERY == 0:
             return False
         with torch._C.DisableTorchFunctionSubclass():
             values = self._values(arguments)
-            return (
+            quiet = (
                 list(map(id, values)) == self.identities
                 and None not in [storage() for storage in self.storages]
                 and self._stamps(values) == self.stamps
             )
+        self.resolver.calls += quiet
+        return quiet
 
 
 def watched(run: Any, compiled: Any, arguments: Sequence[Any]) -> Watch | None:
-    """A watch over all leaves of a variant; None where they have no versions, or there are none."""
-    variants = run.variants if isinstance(run, Compiled) else ()
-    leaves = [
-        leaf
-        for variant in variants
-        if variant.compiled is compiled
-        for leaf in (*(leaf for slot in variant.resolver.slots for leaf in slot.leaves),
-                     *variant.resolver.reads)
-    ]  # fmt: skip
-    try:
-        return Watch(leaves, arguments) if leaves else None
-    except RuntimeError:  # inference tensors have none
-        return None
+    """A watch over the leaves of a variant; None where there are none, or they have no versions."""
+    for variant in run.variants if isinstance(run, Compiled) else ():
+        if variant.compiled is compiled:
+            try:
+                return Watch(variant.resolver, arguments)
+            except RuntimeError:  # inference tensors have none
+                return None
+    return None
