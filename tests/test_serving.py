@@ -738,12 +738,12 @@ def test_sizes_between():
 
 def test_weights_of_a_subclass_are_known_by_their_parts(fails):
     """Whose own address is 0."""
-    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+    torchao = pytest.importorskip("torchao.quantization")
 
     def made(seed):
         torch.manual_seed(seed)
         model = torch.nn.Sequential(torch.nn.Linear(64, 64, dtype=BF16))
-        quantize_(model.requires_grad_(False), Int8WeightOnlyConfig())
+        torchao.quantize_(model.requires_grad_(False), torchao.Int8WeightOnlyConfig())
         return model
 
     model, other, x = made(0), made(1), Random(1).normal(4, 64)
