@@ -71,8 +71,8 @@ def _sources() -> str:
     digest = hashlib.sha256()
     root = pathlib.Path(__file__).parent
     paths = [*root.glob("*.py")]
-    for folder in (root / "kernels", root / "patterns"):  # below root, `**` does not follow links
-        paths += folder.rglob("*.py")
+    for folder in ("caches", "kernels", "patterns", "serving"):  # `**` does not follow links
+        paths += (root / folder).rglob("*.py")
     for path in sorted(paths):
         digest.update(path.read_bytes())
     return digest.hexdigest()

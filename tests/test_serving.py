@@ -212,6 +212,31 @@ def test_states_know_that_they_were_written(fails):
     assert account.replayed == 1 and model.last._version > before
 
 
+def test_states_that_share_memory_are_restored(fails):
+    held = torch.zeros(4, 16)
+    part, whole = held[:2].data, held.data
+    for state in (part, whole):
+        torch._dynamo.mark_static_address(state)
+
+    def step(x):
+        part.add_(x[:2])
+        torch._dynamo.graph_break()
+        whole.mul_(2).add_(x)
+        return whole + 1
+
+    qinductor.warmup(compiled(step), rows(4), quiet=True)
+    assert not held.any()
+
+
+def test_no_rows(fails):
+    model = Two()
+    served = compiled(model)
+    x = rows(4)
+    torch._dynamo.decorators.mark_unbacked(x, 0)
+    qinductor.warmup(served, x, shapes=[(8, 16), (4, 16)], quiet=True)
+    held_to_eager(model, served, [0, 3, 8])
+
+
 def test_added_rows_stay_in_the_memory_of_states(fails):
     def step(x, cache):
         cache.add_(x)
@@ -637,6 +662,7 @@ def test_bad_arguments(fails, given, message):
 def test_bad_models_and_examples(fails):
     with pytest.raises(qinductor.QinductorError, match="no graph of qinductor ran"):
         qinductor.warmup(Two(), rows(4), quiet=True)
+    assert not _sessions
     with pytest.raises(qinductor.OptionError, match="no tensor with an axis"):
         qinductor.warmup(compiled(Two()), 3, quiet=True)
     with pytest.raises(qinductor.OptionError, match="wanted one of buckets, inductor, off"):

@@ -60,6 +60,8 @@ def through(text: str, leaves: Sequence[torch.Tensor], make: Callable[[], Tensor
             return _read(file, leaves)
     except FileNotFoundError:
         pass
+    except torch.OutOfMemoryError:  # says nothing of the file
+        raise
     except (OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
         path.unlink(missing_ok=True)
         warnings.warn(

@@ -15,7 +15,7 @@ from qinductor.serving.examples import Call, between, calls_of, devices
 from qinductor.serving.padding import Padding
 from qinductor.serving.session import ROUNDS, Session
 
-_sessions: dict[int, tuple[Any, Session]] = {}  # by id of a model: a reference to it, and its
+_sessions: dict[int, tuple[Any, Session]] = {}  # id of a model -> (what keeps or watches it, ...)
 
 
 def warmup(
@@ -46,9 +46,11 @@ def warmup(
     padded calls are held against plain ones. Later calls that fit are replayed: in sizes, in
     addresses of parameters and states, in packed weights. Others run as they did. The model really
     runs; states that it writes to are restored, up to 64 MiB. Call it as the model is called,
-    within `no_grad` or `inference_mode` or not. On a CPU phases 1 and 3 are all there is.
+    within `no_grad` or `inference_mode` or not. On a CPU all sizes are compiled and run, and
+    nothing is recorded.
     Returns the account, which is printed, too.
-    Errors: OptionError for bad arguments, QinductorError if no graph of this backend ran; what the
+    Errors: OptionError for bad arguments, or while this model is warmed up already; QinductorError
+    if no graph of this backend ran, or something was compiled while a graph was recorded; what the
     model raises.
     """
     policies.check(padding)
@@ -68,6 +70,7 @@ def warmup(
         _phases(session, run, calls, more, devices(calls[0]))
     record()
     if not session.runners:
+        release(model)
         raise QinductorError(
             "no graph of qinductor ran; wanted a model of torch.compile(model, backend='qinductor')"
             " without Inductor's own CUDA graphs"
@@ -133,7 +136,8 @@ def release(model: Callable[..., Any] | None = None) -> None:
     """Gives the memory back that warm-up took: recordings, their pool, buffers. The model goes on
     without them; its packed weights stay, as its compiled code needs them.
 
-    model: as given to `warmup`; None for all. Of a module that dies they are released, too.
+    model: as given to `warmup` (of a function the same object); None for all. Of a module that dies
+    they are released, too. Errors: OptionError for what cannot be called.
     """
     for key in list(_sessions) if model is None else [id(_owner(model))]:
         _released(key)
@@ -159,7 +163,7 @@ def _session(model: Any) -> Session:
 def _owner(model: Any) -> Any:
     """The module or object behind a compiled one or behind its method; else the function itself."""
     if not callable(model):
-        raise OptionError(f"warmup takes a compiled model, got {model!r}")
+        raise OptionError(f"{model!r} cannot be called; wanted a compiled model, or its caller")
     model = getattr(model, "__self__", model)
     model = getattr(model, "_torchdynamo_orig_callable", model)
     return getattr(model, "__self__", getattr(model, "_orig_mod", model))

@@ -127,11 +127,9 @@ class Compiles:
         self.count = 0
         self.thread = 0
 
-    def _loads(self, module: Any, function: Any, name: str, *rest: Any) -> None:
-        self._compiles()
-
     def _compiles(self, *arguments: Any) -> None:
-        self.count += threading.get_ident() == self.thread
+        if threading.get_ident() == self.thread:
+            self.count += 1
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -143,7 +141,7 @@ class Compiles:
             from triton import knobs
 
             hooks: Any = knobs.runtime.kernel_load_start_hook
-            hooks.add(self._loads)
+            hooks.add(self._compiles)
         except ImportError:
             hooks = None
         try:
@@ -151,7 +149,7 @@ class Compiles:
         finally:
             handler.remove_start_callback(self._compiles)
             if hooks is not None:
-                hooks.remove(self._loads)
+                hooks.remove(self._compiles)
 
     @contextlib.contextmanager
     def none(self) -> Iterator[None]:

@@ -15,8 +15,8 @@ from qinductor.serving.families import Family
 from qinductor.serving.padding import Axis, Fill, distinct
 from qinductor.weights import CHECK_EVERY, Resolver
 
-OWN = -1  # of an output: memory of the recording, which is copied; -2: a view of an input; else
-VIEW = -2  # the input that it is
+OWN = -1  # an output in memory of the recording, which is copied
+VIEW = -2  # an output that is a view of an input
 
 
 @dataclasses.dataclass(eq=False)
@@ -135,8 +135,14 @@ def chosen(run: Any, arguments: Sequence[Any]) -> Choice:
     return run.choose(arguments) if isinstance(run, Compiled) else (run, [])
 
 
+def run_chosen(run: Any, choice: Choice, arguments: Sequence[Any]) -> Any:
+    """The outputs of what was chosen."""
+    return run.called(choice, arguments) if isinstance(run, Compiled) else choice[0](*arguments)
+
+
 def copies(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies of tensors that share memory, which share memory again, with the same strides."""
+    """Copies of tensors that share memory, which share memory again, with the same strides; of
+    several dtypes, or where one is empty, each by itself."""
     first = outputs[0].detach()
     if len(outputs) == 1 and extent(first.shape, first.stride()) == first.numel():  # dense
         return [first.clone()]
@@ -187,7 +193,7 @@ class Watch:
     def is_quiet(self, arguments: Sequence[Any]) -> bool:
         """Whether nothing has changed; False where it is time for a closer look, too."""
         call = self.resolver.calls + 1
-        if self.resolver.unversioned or call == 2 or call % CHECK_EVERY == 0:
+        if self.resolver.unversioned or call == 2 or call % CHECK_EVERY == 0:  # as it does
             return False
         with torch._C.DisableTorchFunctionSubclass():
             values = self._values(arguments)

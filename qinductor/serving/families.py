@@ -1,6 +1,5 @@
 """Sizes of calls that a warm-up saw, and which of them another call can be padded to."""
 
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,7 +19,7 @@ class Family:
         self.seen: dict[int, Sizes] = {}
         self.gave: dict[int, list[Any]] = {}
 
-    @functools.cached_property
+    @property
     def axes(self) -> list[Axis | None] | None:
         """How the inputs grow, values as shapes of one axis; None if not in proportion."""
         try:
@@ -34,7 +33,6 @@ class Family:
     def saw(self, size: int, sizes: Sizes) -> None:
         """Notes the sizes of inputs at the size of a call."""
         self.seen.setdefault(size, sizes)
-        vars(self).pop("axes", None)
 
     def fits(self, sizes: Sizes) -> Iterator[tuple[int, int]]:
         """(recorded size, the call's own), smallest first, of calls that padding would do for."""
@@ -48,7 +46,7 @@ class Family:
         size = shape[axis.dim] // axis.each
         for bucket in sorted(self.seen):
             known = map(_shape, self.seen[bucket])
-            if size < bucket and shapes == [
+            if 0 < size < bucket and shapes == [
                 _cut(*of, size) for of in zip(known, axes, strict=True)
             ]:
                 yield bucket, size

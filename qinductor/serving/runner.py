@@ -78,7 +78,7 @@ class Runner:
         self._there = self.fixed  # those of them that were not freed
 
     def __call__(self, *arguments: Any) -> Any:
-        session = warming()
+        session = active_session()
         if session is not None:
             return session.call(self, arguments)
         if cuda.capturing() or not accounts:  # somebody else records, or nobody has
@@ -184,11 +184,11 @@ LOOKS: dict[str, Callable[[Any], Any]] = {"value": lambda value: value, "number"
 _active = threading.local()
 
 
-def warming() -> Any:
+def active_session() -> Any:
     """The session that warms up on this thread, or None."""
     return getattr(_active, "session", None)
 
 
-def warm(session: Any) -> None:
+def set_active_session(session: Any) -> None:
     """Makes calls of this thread a session's; None: nobody's."""
     _active.session = session

@@ -1,6 +1,7 @@
 """The phases of warm-up: what graphs do with a call while each of them goes on."""
 
 import contextlib
+import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,12 +15,13 @@ from qinductor.report import reports
 from qinductor.serving import cuda, padding
 from qinductor.serving.account import Account, Outcome, Phase
 from qinductor.serving.buffers import Buffers
-from qinductor.serving.entries import OWN, VIEW, Entry, Held, chosen, watched
+from qinductor.serving.entries import OWN, VIEW, Entry, Held, chosen, run_chosen, watched
 from qinductor.serving.families import Family
 from qinductor.serving.padding import Padding
-from qinductor.serving.runner import Runner, accounts, warm, warming
+from qinductor.serving.runner import Runner, accounts, active_session, set_active_session
 
 RESTORED = 64 << 20  # bytes of states that are as before after warm-up; more of them are not
+UNDONE = 4 << 20  # bytes of a state that is undone between runs that are compared
 ROUNDS = 5  # runs of all sizes until one must compile nothing
 
 
@@ -32,6 +34,7 @@ class Session:
 
     def __init__(self) -> None:
         self.account = Account()
+        self.lock = threading.Lock()
         accounts.add(self.account)
         self.runners: weakref.WeakSet[Runner] = weakref.WeakSet()
         self.entries: weakref.WeakSet[Entry] = weakref.WeakSet()
@@ -49,20 +52,23 @@ class Session:
         self.families: weakref.WeakKeyDictionary[Runner, Family] = weakref.WeakKeyDictionary()
 
     @contextlib.contextmanager
-    def warming(self, padding: Padding) -> Iterator[None]:
+    def warming(self, fills: Padding) -> Iterator[None]:
         """Calls of this thread are ours within."""
-        if warming() is not None:
+        if active_session() is not None:
             raise OptionError("warmup was called within a warmup")
-        self.padding = padding
+        if not self.lock.acquire(blocking=False):
+            raise OptionError("another thread is warming this model up; wait for it")
+        self.padding = fills
         self.families.clear()
-        warm(self)
+        set_active_session(self)
         try:
             with self.compiles.watched():
                 yield
         finally:
-            warm(None)
+            set_active_session(None)
             self.mode = "run"
             self.drop()
+            self.lock.release()
 
     @contextlib.contextmanager
     def calling(self, mode: str, size: int) -> Iterator[None]:
@@ -72,7 +78,7 @@ class Session:
             yield
         finally:
             with torch.no_grad():
-                for state, before in self.states.values():
+                for state, before in reversed(self.states.values()):  # the first copy last
                     if before is not None:
                         state.copy_(before)
             self.states.clear()
@@ -119,9 +125,9 @@ class Session:
 
     @contextlib.contextmanager
     def _undone(self, runner: Runner, arguments: Sequence[Any]) -> Iterator[None]:
-        """What is done to small states within is undone."""
+        """What is done to small states within is undone; larger ones keep what was written."""
         inputs = zip(runner.inputs, arguments, strict=True)
-        small = [x for given, x in inputs if given.kind == "written" and x.nbytes <= RESTORED >> 4]
+        small = [x for given, x in inputs if given.kind == "written" and x.nbytes <= UNDONE]
         before = [state.detach().clone() for state in small]
         yield
         with torch.no_grad():
@@ -145,7 +151,7 @@ class Session:
         """(the call on buffers that hold these arguments, its choice, the buffers)."""
         given, held = self.buffers.filled(runner, arguments, self.padding)
         choice = chosen(runner.run, arguments)
-        return lambda: _outputs(runner, choice, given), choice, held
+        return lambda: run_chosen(runner.run, choice, given), choice, held
 
     def family(self, runner: Runner) -> Family:
         """What this warm-up saw of a graph."""
@@ -258,17 +264,19 @@ class Session:
             plain = runner.run(*arguments)
         sizes, places = runner.key(arguments)
         family = self.family(runner)
-        far = padding.far(x for x in (*arguments, *plain) if isinstance(x, torch.Tensor))
+        tolerance = padding.tolerance(
+            x for x in (*arguments, *plain) if isinstance(x, torch.Tensor)
+        )
         for bucket, size in family.fits(sizes):
             entry = runner.entries.get((family.seen[bucket], places))
-            if entry is None or entry.axes is None or entry.family is not family or size < 1:
+            if entry is None or entry.axes is None or entry.family is not family:
                 continue
             with self._undone(runner, arguments):
                 padded = entry(arguments, size)
             with self._undone(runner, arguments):
                 noisy = entry(arguments, size, noise=True)
             varied = entry.noisy
-            why = padding.proved(plain, padded, noisy if varied else None, far)
+            why = padding.refuted(plain, padded, noisy if varied else None, tolerance)
             repeats = any(h.fill == "repeat" for h in entry.held if h.axis is not None)
             if why is None and repeats and not varied:
                 why = "all rows of the example are alike, which shows nothing; wanted varied ones"
@@ -331,11 +339,6 @@ class Session:
         self.buffers.clear()
         for gpu in self.gpus.values():
             gpu.free()
-
-
-def _outputs(runner: Runner, choice: Any, given: Sequence[Any]) -> Any:
-    """A compiled variant's outputs for arguments and packed weights."""
-    return runner.run.called(choice, given) if hasattr(runner.run, "called") else choice[0](*given)
 
 
 def _lies(
