@@ -53,8 +53,10 @@ def warm(made: Decoder) -> Account:
     return qinductor.warmup(made, ids[:, None], positions, batch_sizes=BUCKETS, quiet=True)
 
 
-@pytest.mark.parametrize(("dynamic", "graphs"), [(True, 2), (False, len(BUCKETS))])
-@pytest.mark.parametrize("kind", LINEARS)
+@pytest.mark.parametrize(
+    ("kind", "dynamic", "graphs"),
+    [*((kind, True, 2) for kind in LINEARS), ("llama", False, len(BUCKETS))],
+)
 def test_changing_batches(kind, dynamic, graphs):
     """One compile for a batch of 1 and one for the others, or one for each; then never again."""
     model = build(kind, FP32, int4)
