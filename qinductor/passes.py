@@ -59,14 +59,14 @@ class Passes(CustomGraphPass):
         others = [p.uuid() if isinstance(p, CustomGraphPass) else None for p in self.others]
         if any(other is None for other in others):
             return None
-        return f"qinductor {_sources()} {self.options} {others}"
+        return f"qinductor {sources()} {self.options} {others}"
 
     def __getstate__(self) -> Any:
         return self.uuid()
 
 
 @functools.cache
-def _sources() -> str:
+def sources() -> str:
     """A digest of our own source, since a changed fake would make cached code stale."""
     digest = hashlib.sha256()
     root = pathlib.Path(__file__).parent

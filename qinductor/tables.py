@@ -93,7 +93,7 @@ def device(target: str) -> str | None:
     """The name of the device of this target that is present; None if none is."""
     if target == "cpu":
         count = torch.get_num_threads()
-        return f"{_cpu()}, {count} thread{'s' * (count != 1)}"
+        return f"{cpu_name()}, {count} thread{'s' * (count != 1)}"
     if not target.startswith("sm_") or not torch.cuda.is_available():
         return None
     major, minor = torch.cuda.get_device_capability()
@@ -101,7 +101,8 @@ def device(target: str) -> str | None:
 
 
 @functools.cache
-def _cpu() -> str:
+def cpu_name() -> str:
+    """The CPU's model where the system tells it."""
     with contextlib.suppress(OSError):
         match = re.search(r"model name\s*: (.+)", pathlib.Path("/proc/cpuinfo").read_text())
         if match is not None:

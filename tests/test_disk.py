@@ -448,8 +448,8 @@ def test_the_name_changes_with_what_the_files_depend_on(monkeypatch):
     for change in (
         lambda: monkeypatch.setattr(torch, "__version__", "9"),
         lambda: monkeypatch.setattr(disk.importlib.metadata, "version", lambda name: "9"),
-        lambda: monkeypatch.setattr(disk, "_sources", lambda: "changed"),
-        lambda: monkeypatch.setattr(tables, "_cpu", lambda: "another"),
+        lambda: monkeypatch.setattr(disk, "sources", lambda: "changed"),
+        lambda: monkeypatch.setattr(tables, "cpu_name", lambda: "another"),
         lambda: monkeypatch.setattr(disk, "VERSION", 2),
     ):
         change()
@@ -766,12 +766,10 @@ def test_freed_weights_come_from_their_packed_form(root, packs):
 
 
 def test_a_full_disk_is_said_and_nothing_fails(root, monkeypatch):
-    from qinductor.caches import packed
-
     def full(*arguments):
         raise OSError("no space left")
 
-    monkeypatch.setattr(packed.os, "replace", full)
+    monkeypatch.setattr(os, "replace", full)
     with said() as messages:
         torch.testing.assert_close(call(Linear()), Linear()(X))
     assert any("a packed weight is not kept" in message for message in messages)

@@ -115,7 +115,7 @@ def test_weight_formats_know_no_operator_and_no_pattern(path):
 def test_compiled_code_is_keyed_by_every_source(monkeypatch):
     read = []
     monkeypatch.setattr(Path, "read_bytes", lambda path: read.append(path.resolve()) or b"")
-    passes._sources.__wrapped__()
+    passes.sources.__wrapped__()
     assert set(read) >= {*CORE, *KERNELS, *PATTERNS}
 
 

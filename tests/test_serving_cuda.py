@@ -36,6 +36,18 @@ class Layers(torch.nn.Module):
         return x
 
 
+class Then(torch.nn.Module):
+    """A layer, and a function of its result and another input."""
+
+    def __init__(self, function) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(64, 64).cuda().requires_grad_(False)
+        self.function = function
+
+    def forward(self, x, other):
+        return self.function(self.layer(x), other)
+
+
 def rows(size, k=1024, seed=0):
     return Random(seed).normal(size, k).cuda()
 
@@ -230,15 +242,7 @@ def test_a_graph_of_the_user_s():
 
 
 def test_a_part_on_a_cpu_is_left_to_inductor():
-    class Mixed(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = torch.nn.Linear(64, 64).cuda().requires_grad_(False)
-
-        def forward(self, x, weights):
-            return self.layer(x) * (weights * 2).cuda()
-
-    model = Mixed()
+    model = Then(lambda h, weights: h * (weights * 2).cuda())
     served = compiled(model, cudagraphs="buckets")
     x, weights = rows(4, 64).float(), torch.ones(64)
     account = qinductor.warmup(served, x, weights, quiet=True)
@@ -253,15 +257,7 @@ def test_a_part_on_a_cpu_is_left_to_inductor():
 def test_numbers_of_python_s():
     """Which Dynamo hands over in tensors on the CPU where it makes all sizes symbolic."""
 
-    class Scaled(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = torch.nn.Linear(64, 64).cuda().requires_grad_(False)
-
-        def forward(self, x, scale):
-            return self.layer(x) * scale
-
-    model = Scaled()
+    model = Then(lambda h, scale: h * scale)
     served = torch.compile(model, backend="qinductor", dynamic=True)
     x = rows(4, 64).float()
     account = qinductor.warmup(served, x, 0.25, batch_sizes=[2, 4], quiet=True)

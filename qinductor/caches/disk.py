@@ -29,7 +29,7 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from qinductor import tables
 from qinductor.caches import isa
 from qinductor.caches.manifest import Manifest
-from qinductor.passes import _sources
+from qinductor.passes import sources
 
 VERSION = 1
 NAMES = {
@@ -199,8 +199,8 @@ def name() -> str:
         triton = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
         triton = "none"
-    cpu = platform.machine(), tables._cpu(), torch.backends.cpu.get_cpu_capability()
-    made_of = [torch.__version__, torch.version.git_version, triton, sys.version, *cpu, _sources()]
+    cpu = platform.machine(), tables.cpu_name(), torch.backends.cpu.get_cpu_capability()
+    made_of = [torch.__version__, torch.version.git_version, triton, sys.version, *cpu, sources()]
     return f"v{VERSION}-{hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:16]}"
 
 

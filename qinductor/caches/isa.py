@@ -8,13 +8,13 @@ and 1.6 s with 2.13.
 import contextlib
 import hashlib
 import json
-import os
 import pathlib
-import tempfile
 from collections.abc import Iterator
 from typing import Any
 
 from torch._inductor import cpu_vec_isa
+
+from qinductor.caches.files import replace
 
 
 @contextlib.contextmanager
@@ -56,6 +56,4 @@ def _read(path: pathlib.Path) -> set[str]:
 
 def _write(path: pathlib.Path, works: set[str]) -> None:
     with contextlib.suppress(OSError):  # asked again next time
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            json.dump(sorted(works), file)
-        os.replace(file.name, path)
+        replace(path, [json.dumps(sorted(works)).encode()])

@@ -19,6 +19,8 @@ import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from qinductor.caches.files import replace
+
 LIST, LOCK, LIVE, REMOVED = "manifest.json", "lock", "live", "removed"
 PACKED = "packed"
 APART = {LIST, LOCK, LIVE, PACKED}  # packed weights have a hash in each file
@@ -185,9 +187,7 @@ class Manifest:
     def _write(self, rows: dict[str, Row]) -> None:
         # In `live`, so that what an interruption leaves is no file of the cache.
         self._live_folder()
-        with tempfile.NamedTemporaryFile("w", dir=self.folder / LIVE, delete=False) as file:
-            json.dump(rows, file)
-        os.replace(file.name, self.folder / LIST)
+        replace(self.folder / LIST, [json.dumps(rows).encode()], self.folder / LIVE)
 
     def _live_folder(self) -> None:
         (self.folder / LIVE).mkdir(mode=0o700, exist_ok=True)

@@ -5,14 +5,11 @@ tensors one after the other, each with a hash: data, and never code. It is read 
 mapped, since what is mapped changes with the file.
 """
 
-import contextlib
 import ctypes
 import functools
 import hashlib
 import json
-import os
 import pathlib
-import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, BinaryIO
@@ -20,6 +17,8 @@ from typing import Any, BinaryIO
 import torch
 
 from qinductor.caches.disk import folder, said
+from qinductor.caches.files import replace
+from qinductor.caches.manifest import PACKED
 from qinductor.freed import is_freed
 from qinductor.pattern import Lowering
 
@@ -54,7 +53,7 @@ def through(text: str, leaves: Sequence[torch.Tensor], make: Callable[[], Tensor
     key = None if place is None else key_of(text, leaves)
     if place is None or key is None:
         return make()
-    path = place / "packed" / key
+    path = place / PACKED / key
     try:
         with open(path, "rb") as file:
             return _read(file, leaves)
@@ -139,18 +138,8 @@ def _write(path: pathlib.Path, tensors: Tensors, leaves: Sequence[torch.Tensor])
         parts.append(data)
     text = json.dumps(header).encode()
     path.parent.mkdir(mode=0o700, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        try:
-            file.write(f"{MAGIC} {len(text)} {hashlib.sha256(text).hexdigest()}\n".encode())
-            file.write(text)
-            for part in parts:
-                file.write(part)
-            file.close()
-            os.replace(file.name, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(file.name)
-            raise
+    first = f"{MAGIC} {len(text)} {hashlib.sha256(text).hexdigest()}\n".encode()
+    replace(path, [first, text, *parts])
 
 
 def _place(tensor: torch.Tensor, leaves: Sequence[torch.Tensor]) -> dict[str, Any] | None:

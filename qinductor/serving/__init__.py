@@ -10,7 +10,7 @@ from qinductor.caches.disk import caches, record
 from qinductor.errors import OptionError, QinductorError
 from qinductor.report import reports
 from qinductor.serving import padding as policies
-from qinductor.serving.account import Account, progress
+from qinductor.serving.account import MIB, Account, progress
 from qinductor.serving.examples import Call, between, calls_of, devices
 from qinductor.serving.padding import Padding
 from qinductor.serving.session import ROUNDS, Session
@@ -116,7 +116,7 @@ def _phases(
         run("prove", more)
         phase.used = session.pools() - held
     if taken := session.beside() - beside:
-        session.account.note(f"beside tensors, CUDA graphs take {taken / (1 << 20):.1f} MiB")
+        session.account.note(f"beside tensors, CUDA graphs take {taken / MIB:.1f} MiB")
 
 
 def _works(run: Callable[..., Any], call: Call, session: Session) -> bool:

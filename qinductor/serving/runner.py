@@ -81,7 +81,7 @@ class Runner:
         session = active_session()
         if session is not None:
             return session.call(self, arguments)
-        if cuda.capturing() or not accounts:  # somebody else records, or nobody has
+        if not accounts or cuda.capturing():  # nobody has recorded, or somebody else does
             return self.run(*arguments)
         reason = self.reason or "a graph that was not recorded"
         if self.entries:

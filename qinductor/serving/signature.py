@@ -18,7 +18,8 @@ class Input:
     """An input of a graph.
 
     kind  "weight" and "static": taken by address, the latter of any shape; "written": too, and the
-          graph writes to it; "copied"; "value": no tensor
+          graph writes to it; "copied"; "number": a scalar on the CPU beside a GPU's tensors, as
+          Dynamo makes them of Python's floats, whose value is recorded; "value": no tensor
     """
 
     name: str
@@ -111,9 +112,8 @@ def computes_with_sizes(gm: GraphModule) -> str | None:
         name = getattr(node.target, "__name__", str(node.target))
         if isinstance(value, torch.SymFloat):
             return f"the graph computes with its size ({name})"
-        if node.op not in ("call_function", "call_method") or not isinstance(
-            value, (torch.Tensor, tuple)
-        ):
+        called = node.op in ("call_function", "call_method")
+        if not called or not isinstance(value, (torch.Tensor, tuple)):
             continue
         if any(map(_is_symbolic, _numbers(node, name))):
             return f"the graph computes with its size ({name})"
@@ -126,11 +126,8 @@ def _numbers(node: Node, name: str) -> list[Any]:
     if name in ("full", "new_full"):
         return [*args[2 if name == "new_full" else 1 :], named.get("fill_value")]
     if name == "arange":
-        ends = {1: 0}.get(len(args), 1)
-        return [a for i, a in enumerate(args) if i != ends] + [
-            named.get("start"),
-            named.get("step"),
-        ]
+        end = 0 if len(args) == 1 else 1
+        return [*args[:end], *args[end + 1 :], named.get("start"), named.get("step")]
     if name == "getitem":
         index = args[1] if isinstance(args[1], (tuple, list)) else [args[1]]
         return [one.start if isinstance(one, slice) else one for one in index]
