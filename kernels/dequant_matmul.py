@@ -128,7 +128,7 @@ DEQUANT_MATMUL = op(Op("dequant_matmul", DequantMatmul, reference, cost, alone))
 
 for schema in (
     "dequant_matmul(Tensor x, Tensor[] packed, str contract, str plan) -> Tensor",
-    "dequant_weight(Tensor[] packed, str contract) -> Tensor",
+    "dequant_weight(Tensor[] packed, str contract, str[] names) -> Tensor",
 ):
     LIBRARY.define(schema, tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag))
 
@@ -162,20 +162,24 @@ def _(x: torch.Tensor, packed: Sequence[torch.Tensor], contract: str, plan: str)
 
 
 @torch.library.impl(LIBRARY, "dequant_weight", "CompositeExplicitAutograd")
-def dequant_weight(packed: Sequence[torch.Tensor], contract: str) -> torch.Tensor:
-    """W[N, K] or, of experts, [E, N, K], of a contract that `alone` made."""
+def dequant_weight(
+    packed: Sequence[torch.Tensor], contract: str, names: Sequence[str]
+) -> torch.Tensor:
+    """W[N, K] or, of experts, [E, N, K], of a contract that `alone` made, from the packed tensors
+    of a form by their names."""
     one, experts = single(parse(DequantMatmul, contract))
     if not experts:
-        return dequantize(DEQUANT_MATMUL.specification.whole(one, packed).weight).contiguous()
+        (restored,) = DEQUANT_MATMUL.restored(one, dict(zip(names, packed, strict=True)))
+        return dequantize(restored.weight).contiguous()
     out = packed[0].new_empty((experts, one.weight.n, one.weight.k), dtype=one.weight.dtype)
     for i in range(experts):
-        part = [tensor[i] for tensor in packed]
-        out[i] = dequantize(DEQUANT_MATMUL.specification.whole(one, part).weight)
+        part = {name: tensor[i] for name, tensor in zip(names, packed, strict=True)}
+        out[i] = dequantize(DEQUANT_MATMUL.restored(one, part)[0].weight)
     return out
 
 
 @torch.library.register_fake("qinductor::dequant_weight", lib=LIBRARY)
-def _(packed: Sequence[torch.Tensor], contract: str) -> torch.Tensor:
+def _(packed: Sequence[torch.Tensor], contract: str, names: Sequence[str]) -> torch.Tensor:
     one, experts = single(parse(DequantMatmul, contract))
     shape = one.weight.n, one.weight.k
     return packed[0].new_empty((experts, *shape) if experts else shape, dtype=one.weight.dtype)

@@ -43,18 +43,33 @@ def words_shape(n: int, k: int, width: int) -> tuple[int, int, int]:
 def words(field: torch.Tensor, width: int) -> torch.Tensor:
     """The words of a field: uint8[N, K] of padded sizes."""
     n, k = field.shape
-    tiles, steps = k * width // 256, 16 // width
-    parts = field.view(n // 64, 4, 2, 8, tiles, steps // min(4, steps), min(4, steps), 2, 4, 2)
-    # rows, warp, r, g, tiles, upper steps, steps, half, t, c
-    if width == 8:
-        parts = parts.permute(0, 4, 1, 3, 8, 6, 7, 9, 5, 2)
-    else:
-        parts = parts.permute(0, 4, 1, 3, 8, 6, 9, 5, 7, 2)
-    codes = parts.reshape(n // 64, tiles, 1024, 16 // width)
+    sizes, order = _axes(n, k, width)
+    codes = field.view(sizes).permute(order).reshape(n // 64, k * width // 256, 1024, 16 // width)
     found = torch.zeros(codes.shape[:-1], dtype=torch.int16, device=field.device)
     for j in range(16 // width):
         found |= codes[..., j].to(torch.int16) << width * j
     return found
+
+
+def unpack_words(packed: torch.Tensor, n: int, k: int, width: int) -> torch.Tensor:
+    """What `words` packed: uint8[N, K] of padded sizes."""
+    sizes, order = _axes(n, k, width)
+    mask = (1 << width) - 1
+    codes = torch.stack(
+        [(packed >> width * j & mask).to(torch.uint8) for j in range(16 // width)], -1
+    )
+    back = [order.index(axis) for axis in range(len(order))]
+    return codes.view([sizes[axis] for axis in order]).permute(back).reshape(n, k)
+
+
+def _axes(n: int, k: int, width: int) -> tuple[list[int], list[int]]:
+    """How a field's rows and columns are cut, and the order of the cuts in its words."""
+    tiles, steps = k * width // 256, 16 // width
+    inner = min(4, steps)
+    # rows, warp, r, g, tiles, upper steps, steps, half, t, c
+    sizes = [n // 64, 4, 2, 8, tiles, steps // inner, inner, 2, 4, 2]
+    last = [6, 7, 9, 5, 2] if width == 8 else [6, 9, 5, 7, 2]
+    return sizes, [0, 4, 1, 3, 8, *last]
 
 
 def grid(values: torch.Tensor) -> torch.Tensor:
@@ -64,6 +79,15 @@ def grid(values: torch.Tensor) -> torch.Tensor:
     bits = values.view(torch.int16).to(torch.int32).view(-1, 2, 8, values.shape[1])
     pairs = bits[:, 0] & 0xFFFF | bits[:, 1] << 16
     return pairs.permute(2, 0, 1).reshape(values.shape[1], -1).contiguous()
+
+
+def unpack_grid(packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What `grid` packed: [N, groups]."""
+    if dtype is torch.float32:
+        return packed.t()
+    pairs = packed.view(len(packed), -1, 1, 8)
+    halves = torch.cat([pairs << 16 >> 16, pairs >> 16], 2)
+    return halves.to(torch.int16).view(dtype).reshape(len(packed), -1).t()
 
 
 def grid_spec(n: int, groups: int, dtype: torch.dtype) -> tuple[tuple[int, int], torch.dtype]:

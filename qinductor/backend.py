@@ -20,7 +20,6 @@ from torch.fx import Graph, GraphModule, Node
 
 from qinductor.errors import QinductorError, Refused, RequiredPatternError
 from qinductor.freed import MESSAGE, is_freed, parts, unable
-from qinductor.op import costs
 from qinductor.options import Options, unknown
 from qinductor.passes import inductor_options, patches_of
 from qinductor.pattern import Fusion, Lowering, Part, Pattern, where
@@ -257,7 +256,8 @@ class Matching:
             )
         site.contract = lowering.contract.summary
         site.evaluations = lowering.evaluations
-        site.cost = dict(costs(lowering.op, lowering.contract))
+        cost = lowering.op.cost(lowering.contract)
+        site.cost = {name: str(value) for name, value in cost.items()}
         if isinstance(lowering, Fusion):
             fuse(graph, lowering)
             self.fused += 1

@@ -16,6 +16,7 @@ from qinductor.op import (
     Provider,
     limit_of,
     missing_of,
+    nbytes,
     routes_of,
     single,
     split,
@@ -71,10 +72,11 @@ def _planned(
             + ("; ".join(reasons) or "only the reference is there, and Inductor is faster"),
             contract=contract.summary,
         )
+    one, _ = single(contract)
     versions = {name: getattr(entry.providers[name], "version", 1) for name in limits}
     found = None if table is None else table.find(entry.name, contract, versions)
     if table is not None and found is None:  # each expert's product is that of one weight
-        found = table.find(entry.name, single(contract)[0], versions)
+        found = table.find(entry.name, one, versions)
     if target == "cpu" and found is None:
         return Plan(tuple(_by_limit(entry, contract, limits, m)), rung="limits")
     points = [*GRID, INFINITE] if m is None else [m]
@@ -84,11 +86,7 @@ def _planned(
         measured += [_near(point)] if row else []
         rows.append(row or _estimated(entry, contract, target, limits, point))
 
-    def packs(route: str) -> dict[str, int]:
-        specs = entry.providers[split(route)[0]].operands(single(contract)[0])
-        return {n: math.prod(shape) * dtype.itemsize for n, (shape, dtype) in specs.items()}
-
-    routes = choose(rows, packs)
+    routes = choose(rows, lambda r: nbytes(entry.providers[split(r)[0]].operands(one)))
     limit = {route: limits[split(route)[0]] for route in routes}
     steps = tuple(ranges(points, routes, limit.__getitem__, entry.specification.name))
     rung = unmeasured = "limits" if target == "cpu" else "heuristic"

@@ -1,8 +1,9 @@
 """Operators and their providers: registration, and the choice of a provider by target and M."""
 
 import dataclasses
+import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, NamedTuple, Protocol
 
 import sympy
@@ -64,9 +65,7 @@ class Provider(Protocol):
         A name means the same tensor for every provider of the operator."""
 
     def pack(self, contract: Any, source: Any) -> dict[str, torch.Tensor]:
-        """The packed tensors, from what the pattern proved.
-
-        That of the reference holds all of it: its `whole(contract, packed)` gives `source` back."""
+        """The packed tensors, from what the pattern proved."""
 
     @property
     def run(self) -> Callable[..., Any]:
@@ -80,9 +79,13 @@ class Op:
 
     reference    plain torch, the specification
     cost         contract -> {"bytes", "flops"} as sympy expressions in M
-    weight       contract -> (operator that makes the weight from the reference's packed tensors,
-                 contract of the weight alone, which it takes); None where there is no weight
+    weight       contract -> (operator that makes the weight from the packed tensors of a form,
+                 contract of the weight alone; it takes this and the tensors' names, too); None
+                 where there is no weight
     providers    by name
+    forms        which hold all that a pattern proved: `whole(contract, packed)` gives that back.
+                 The reference, and what else is kept in its place where that takes less memory; as
+                 a provider, but for `run`
     """
 
     name: str
@@ -91,24 +94,29 @@ class Op:
     cost: Callable[[Any], dict[str, sympy.Expr]]
     weight: Callable[[Any], tuple[str, Any]] | None = None
     providers: dict[str, Provider] = dataclasses.field(default_factory=dict)
+    forms: list[Any] = dataclasses.field(default_factory=list)
 
     def register(self, provider: Provider) -> None:
         """Adds a provider; ValueError if its name is taken."""
         if provider.name in self.providers:
             raise ValueError(f"{self.name} has a provider {provider.name!r} already")
         self.providers[provider.name] = provider
+        self.forms += [provider] * provider.reference
 
-    def operands(self, contract: Any) -> dict[str, Spec]:
-        """The packed tensors of the reference, from which `restored` makes what was packed."""
-        return _stacked(contract, [self.specification])
+    def form(self, contract: Any, names: Set[str]) -> Any:
+        """The form that has the fewest bytes beside packed tensors of these names."""
+        one, _ = single(contract)
+        sizes = {form: nbytes(form.operands(one)) for form in self.forms if not form.why_not(one)}
+        return min(sizes, key=lambda form: sum(sizes[form][n] for n in sizes[form].keys() - names))
 
     def restored(self, contract: Any, tensors: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
-        """What the pattern proved, bit for bit, from packed tensors that hold the reference's; one
+        """What the pattern proved, bit for bit, from packed tensors that hold those of a form; one
         for each expert, if there are any."""
         one, experts = single(contract)
-        packed = [tensors[name] for name in self.operands(contract)]
+        form = self.form(contract, tensors.keys())
+        packed = [tensors[name] for name in form.operands(one)]
         parts = [[t[i] for t in packed] for i in range(experts)] if experts else [packed]
-        return tuple(self.specification.whole(one, part) for part in parts)
+        return tuple(form.whole(one, part) for part in parts)
 
     @property
     def specification(self) -> Any:
@@ -172,7 +180,7 @@ def single(contract: Any) -> tuple[Any, int]:
     return (dataclasses.replace(contract, experts=0), experts) if experts else (contract, 0)
 
 
-def _stacked(contract: Any, providers: Sequence[Provider]) -> dict[str, Spec]:
+def stacked(contract: Any, providers: Sequence[Provider]) -> dict[str, Spec]:
     """What providers pack, for every expert if there are any: [experts, ...]."""
     one, experts = single(contract)
     found = {}
@@ -182,11 +190,16 @@ def _stacked(contract: Any, providers: Sequence[Provider]) -> dict[str, Spec]:
     return found
 
 
+def nbytes(specs: Mapping[str, Spec]) -> dict[str, int]:
+    """Bytes of tensors, by name."""
+    return {n: math.prod(shape) * dtype.itemsize for n, (shape, dtype) in specs.items()}
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """What runs which M: (largest M, route), ascending; a route is `provider` or `provider@config`.
 
-    whole  whether the reference's tensors are packed as well, so that the weight can be restored
+    whole  whether all is packed from which the weight can be restored
     rung   what it was chosen by: "tuned here", "tuned for <device>", "heuristic", "limits"
     us     microseconds that it is expected to take at this M, or at each of GRID and beyond; empty
            where nothing is known
@@ -226,12 +239,18 @@ class Plan:
 
     def operands(self, entry: Op, contract: Any) -> dict[str, Spec]:
         """All packed tensors that the plan's providers take, each once; for experts stacked."""
-        return _stacked(contract, self.providers(entry))
+        return stacked(contract, self.providers(entry))
 
     def packs(self, entry: Op, contract: Any) -> dict[str, Spec]:
         """All packed tensors that are kept."""
-        kept = entry.operands(contract) if self.whole else {}
-        return {**self.operands(entry, contract), **kept}
+        return stacked(contract, self._packers(entry, contract))
+
+    def _packers(self, entry: Op, contract: Any) -> list[Any]:
+        """The providers, and the form of which they lack something if the weight is restored."""
+        found, names = self.providers(entry), self.operands(entry, contract)
+        form = entry.form(contract, names.keys())
+        has_all = names.keys() >= form.operands(single(contract)[0]).keys()
+        return found if has_all or not self.whole else [*found, form]
 
     def pack(self, entry: Op, contract: Any, source: Any) -> dict[str, torch.Tensor]:
         """All packed tensors; `source` is a sequence of one for each expert where there are any.
@@ -242,10 +261,8 @@ class Plan:
         found: dict[str, torch.Tensor] = {}
         if experts and len(source) != experts:
             raise ValueError(f"{entry.name} has {experts} experts; got {len(source)} weights")
-        providers = self.providers(entry)
-        providers += [entry.specification] if self.whole else []
         for i, part in enumerate(source if experts else [source]):
-            for provider in providers:
+            for provider in self._packers(entry, contract):
                 for name, tensor in provider.pack(one, part).items():
                     if not experts:
                         found[name] = tensor
@@ -306,8 +323,3 @@ def op(entry: Op) -> Op:
     if OPS.setdefault(entry.name, entry) is not entry:
         raise ValueError(f"operator {entry.name!r} is registered already")
     return entry
-
-
-def costs(entry: Op, contract: Any) -> Mapping[str, str]:
-    """The cost of one call, printed as expressions in M."""
-    return {name: str(value) for name, value in entry.cost(contract).items()}

@@ -15,7 +15,7 @@ from torch.fx.experimental.symbolic_shapes import has_free_symbols, statically_k
 
 from qinductor.errors import Refused
 from qinductor.freed import is_freed
-from qinductor.op import Spec
+from qinductor.op import Spec, stacked
 from qinductor.pattern import Fusion, Lowering, Part, where
 from qinductor.regions import MOVES, Axes, Scope, aten, behind, extract, pure
 from qinductor.store import Slot
@@ -186,11 +186,12 @@ def restore(graph: Graph, scope: Scope) -> Iterator[tuple[Slot, list[torch.Tenso
             assert entry is not None and entry.weight is not None and entry.axes is not None
             (op, contract), axes = entry.weight, entry.axes
             assert op.weight is not None
-            operands = op.operands(contract)
+            operands = stacked(contract, [op.form(contract, entry.tensors.keys())])
             signature, key = f"weight\n{body}\n{axes}\n{contract}", (body, axes, leaves)
             slot = Slot(where(node), signature, leaves, tuple(operands), None, key, entry.weight)
             seed(slot, scope.arguments, functools.partial(shared, slot, scope.arguments))
-            build = functools.partial(_weight, axes=axes, old=value, call=op.weight(contract))
+            call = (*op.weight(contract), [*operands])
+            build = functools.partial(_weight, axes=axes, old=value, call=call)
             made, fakes = _made(graph, node, operands, build)
         except Refused:
             continue
@@ -199,12 +200,12 @@ def restore(graph: Graph, scope: Scope) -> Iterator[tuple[Slot, list[torch.Tenso
 
 
 def _weight(
-    insert: Insert, holders: list[Node], *, axes: Axes, old: torch.Tensor, call: tuple[str, Any]
+    insert: Insert, holders: list[Node], *, axes: Axes, old: torch.Tensor, call: tuple[Any, ...]
 ) -> Node:
     """The node that makes a weight, or the last of those that give it its axes and strides."""
     aten = torch.ops.aten
-    operator, contract = call
-    node = insert(getattr(torch.ops.qinductor, operator).default, holders, str(contract))
+    operator, contract, names = call
+    node = insert(getattr(torch.ops.qinductor, operator).default, holders, str(contract), names)
     order = axes.order(old.dim())
     strides = old.stride()
     laid = sorted(order, key=lambda axis: strides[axis], reverse=True)

@@ -1,7 +1,6 @@
 """The packed weights of all graphs: entries, kept by the identity of the leaves."""
 
 import dataclasses
-import functools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard
@@ -28,7 +27,8 @@ class Entry:
     streak                            packings on consecutive calls up to that one
     settled                           whether another variant of the graph would not take it either
     region                            (body, ids of the leaves) of the weight
-    axes, weight                      as of the slot, by which a freed weight is found and restored
+    axes, weight                      as of the slot, by which a freed weight is found and restored;
+                                      where there is a weight, the tensors are enough to restore it
     """
 
     references: tuple[tuple[int, Any], ...]  # id of a leaf, weak reference to its storage
@@ -67,12 +67,6 @@ class Slot:
     weight: tuple[Op, Any] | None = None
     entry: Entry | None = None
 
-    @functools.cached_property
-    def wanted(self) -> set[str]:
-        """Names of the tensors that its entry must hold."""
-        op, contract = self.weight or (None, None)
-        return {*self.names, *(op.operands(contract) if op else ())}
-
 
 ENTRIES: dict[tuple[Any, ...], Entry] = {}
 LOCK = threading.RLock()
@@ -81,7 +75,7 @@ LOCK = threading.RLock()
 def has_all(entry: Entry, slot: Slot) -> bool:
     """Whether an entry holds all that a slot wants."""
     restores = entry.weight is not None or slot.weight is None
-    return entry.refused is not None or (restores and slot.wanted <= entry.tensors.keys())
+    return entry.refused is not None or (restores and entry.tensors.keys() >= {*slot.names})
 
 
 def key_of(slot: Slot, arguments: Sequence[Any]) -> tuple[Any, ...]:
@@ -91,11 +85,11 @@ def key_of(slot: Slot, arguments: Sequence[Any]) -> tuple[Any, ...]:
 
 def is_current(slot: Slot, entry: Entry, arguments: Sequence[Any]) -> bool:
     """Whether nothing has changed since the entry was made."""
-    for leaf, reference, stamp in zip(slot.leaves, entry.references, entry.stamps, strict=True):
-        identity, storage = reference
-        if identity != id(leaf.of(arguments)) or storage() is None:
-            return False
-        if stamp_of(leaf, arguments) != stamp:
+    for leaf, (own, storage), stamp in zip(
+        slot.leaves, entry.references, entry.stamps, strict=True
+    ):
+        gone = own != id(leaf.of(arguments)) or storage() is None
+        if gone or stamp_of(leaf, arguments) != stamp:
             return False
     return True
 

@@ -104,7 +104,8 @@ class Resolver:
             if entry.refused is not None:
                 raise Unfit(f"{slot.where}: {entry.refused}", entry)
             # Of this entry, not of `slot.entry`, which another thread may have changed by now.
-            rows.extend(_rows(slot, entry))
+            known = zip(slot.leaves, entry.references, entry.stamps, strict=True)
+            rows.extend((leaf.index, leaf.attributes, *at, *stamp) for leaf, at, stamp in known)
             found.extend([entry.tensors[name] for name in slot.names])
         self.unversioned = any(row[4] is None for row in rows)
         return rows, found
@@ -172,7 +173,7 @@ def _tried(
 def shared(slot: Slot, arguments: Sequence[Any]) -> dict[str, torch.Tensor]:
     """What was packed of a weight that was freed. Refused if it is there, or of another kind."""
     entry = held(slot.region, arguments)
-    if entry is None or entry.weight != slot.weight:
+    if entry is None or entry.weight != slot.weight or not store.has_all(entry, slot):
         raise Refused("the graph takes a freed weight from its packed form, and this one has none")
     return {name: entry.tensors[name] for name in slot.names}
 
@@ -243,13 +244,6 @@ def _mark(identity: int, before: store.Stamp, after: store.Stamp) -> None:
             if reference == identity and entry.stamps[i] == before:
                 entry.stamps = (*entry.stamps[:i], after, *entry.stamps[i + 1 :])
                 entry.fingerprints = (*entry.fingerprints[:i], (), *entry.fingerprints[i + 1 :])
-
-
-def _rows(slot: Slot, entry: Entry) -> list[Row]:
-    return [
-        (leaf.index, leaf.attributes, *reference, *stamp)
-        for leaf, reference, stamp in zip(slot.leaves, entry.references, entry.stamps, strict=True)
-    ]
 
 
 def _retire(entry: Entry | None) -> None:

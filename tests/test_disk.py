@@ -155,7 +155,8 @@ def test_two_processes_on_one_cache(cold):
     assert one["said"] == two["said"] == []
     assert one["builds"] + two["builds"] > 0 and one["miss"] + two["miss"] > 0
     assert [path.name for path in root.iterdir()] == [disk.name()]
-    assert {path.split("/")[0] for path in files(version(root))} == {"inductor", "isa.json"}
+    places = {path.split("/")[0] for path in files(version(root))}
+    assert places - {"triton"} == {"inductor", "isa.json"}  # Inductor makes the first of a GPU
     listed = json.loads((version(root) / manifest.LIST).read_text())
     assert set(listed) == set(files(version(root))), "a file was not recorded"
 

@@ -29,7 +29,7 @@ from qinductor.kernels.dequant_matmul import (
     reference,
 )
 from qinductor.kernels.dequant_matmul_experts import CASES as EXPERTS
-from qinductor.op import INFINITE, OPS, M, Op, Plan, costs, limit_of, op, routes_of, split
+from qinductor.op import INFINITE, OPS, M, Op, Plan, limit_of, op, routes_of, single, split
 from qinductor.regions import FLOAT8
 
 qinductor.load()
@@ -602,7 +602,8 @@ def test_a_name_is_registered_once():
 
 def test_cost():
     """int4[384,384] in groups of 64: codes, scales of 2 bytes, then x and the result."""
-    assert costs(DEQUANT_MATMUL, INT4) == {"bytes": "1536*M + 78336", "flops": "294912*M"}
+    found = {name: str(value) for name, value in DEQUANT_MATMUL.cost(INT4).items()}
+    assert found == {"bytes": "1536*M + 78336", "flops": "294912*M"}
     wide = DEQUANT_MATMUL.cost(weight_of(INT8, arithmetic="(q-z)*s", zero=torch.int8))
     assert wide["bytes"].subs(M, 2) == 256 * 512 + 256 * 3 + 2 * 2 * (512 + 256)
     assert wide["flops"] == sympy.Integer(2 * 256 * 512) * M
@@ -634,7 +635,7 @@ def samples() -> Iterator[tuple[str, tuple[Any, ...]]]:
         yield "dequant_weight", weight_alone(chosen)[0]
 
 
-def weight_alone(chosen: Case) -> tuple[tuple[list[torch.Tensor], str], torch.Tensor]:
+def weight_alone(chosen: Case) -> tuple[tuple[list[torch.Tensor], str, list[str]], torch.Tensor]:
     """(arguments of dequant_weight, the weight as the specification has it)."""
     operator, contract = DEQUANT_MATMUL.weight(chosen.contract)
     assert operator == "dequant_weight"
@@ -643,9 +644,9 @@ def weight_alone(chosen: Case) -> tuple[tuple[list[torch.Tensor], str], torch.Te
     plan = Plan(((INFINITE, "reference"),))
     held = plan.pack(DEQUANT_MATMUL, chosen.contract, sources if experts else sources[0])
     weights = [dequantize(source.weight) for source in sources]
-    names = DEQUANT_MATMUL.operands(contract)
+    names = list(DEQUANT_MATMUL.specification.operands(single(contract)[0]))
     expected = torch.stack(weights) if experts else weights[0]
-    return ([held[name] for name in names], str(contract)), expected
+    return ([held[name] for name in names], str(contract), names), expected
 
 
 @pytest.mark.parametrize("chosen", [*CASES, *EXPERTS], ids=lambda chosen: chosen.name)

@@ -6,8 +6,9 @@ import itertools
 import pytest
 import torch
 from products import only
-from triton_cases import CUBLAS, MMA, TAKEN
+from triton_cases import CUBLAS, MMA, STACKED, TAKEN
 
+from qinductor.contracts import dequantize, difference
 from qinductor.errors import Refused
 from qinductor.kernels import fragments
 from qinductor.kernels.dequant_matmul import CASES, DEQUANT_MATMUL, case
@@ -18,7 +19,7 @@ from qinductor.kernels.dequant_matmul_triton import (
     heuristic,
     widths,
 )
-from qinductor.op import GRID, Plan
+from qinductor.op import GRID, INFINITE, Plan, nbytes, single
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -45,6 +46,57 @@ def test_words_are_as_documented(width):
         assert word >> width * j & (1 << width) - 1 == codes[row][column], (row, column)
         seen.add((row, column))
     assert len(seen) == n * k
+
+
+FORM = DEQUANT_MATMUL.forms[-1]
+
+
+@pytest.mark.parametrize("chosen", TAKEN, ids=lambda chosen: chosen.name)
+def test_the_weight_is_restored_from_fragments(chosen):
+    """All that was proved, bit for bit; what packing has rounded is kept beside them."""
+    contract, (_, source) = chosen.contract, chosen.make()
+    packed = FORM.pack(contract, source)
+    specs = {name: (tuple(t.shape), t.dtype) for name, t in packed.items()}
+    assert specs == FORM.operands(contract) and all(t.is_contiguous() for t in packed.values())
+    whole = FORM.whole(contract, list(packed.values()))
+    for ours, given in ((whole, source), (whole.weight, source.weight)):
+        for name, value in vars(given).items():
+            back = getattr(ours, name)
+            if isinstance(value, torch.Tensor):
+                assert back.dtype == value.dtype and back.shape == value.shape, name
+                assert torch.equal(back.view(torch.uint8), value.view(torch.uint8)), name
+            elif name != "weight":
+                assert back == value, name
+
+
+@pytest.mark.parametrize("chosen", [*TAKEN, *STACKED], ids=lambda chosen: chosen.name)
+def test_a_plan_that_restores_packs_codes_once(chosen):
+    one, experts = single(chosen.contract)
+    plan = Plan(((INFINITE, "triton.mma"),), whole=True)
+    codes = next(iter(DEQUANT_MATMUL.specification.operands(one)))
+    assert codes not in plan.packs(DEQUANT_MATMUL, chosen.contract)
+    sources = [chosen.make(i)[1] for i in range(max(1, experts))]
+    packed = plan.pack(DEQUANT_MATMUL, chosen.contract, sources if experts else sources[0])
+    assert list(packed) == list(plan.packs(DEQUANT_MATMUL, chosen.contract))
+    _, alone = DEQUANT_MATMUL.weight(chosen.contract)
+    for source, whole in zip(sources, DEQUANT_MATMUL.restored(alone, packed), strict=True):
+        assert not difference(dequantize(whole.weight), dequantize(source.weight))
+
+
+@pytest.mark.parametrize(
+    "made",
+    [case("int4", 1, 4096, 4096, 1, 128), case("uint4", 1, 4096, 14336, 1, 128, arithmetic=
+     "(q-z)*s", zero=torch.int8), case("int8", 1, 4096, 4096, 1, 4096),
+     case("float8_e4m3fn", 1, 4096, 7168, 128, 128, scale=FP32, compute=FP32),
+     case("float4_e2m1fn", 1, 4096, 4096, 1, 32)],
+    ids=lambda made: made.name,
+)  # fmt: skip
+def test_memory_of_a_weight_that_was_replaced(made):
+    """What is kept of a weight is what its codes and scales take, and 5 % at most."""
+    plan = Plan(((INFINITE, "triton.mma"),), whole=True)
+    kept = sum(nbytes(plan.packs(DEQUANT_MATMUL, made.contract)).values())
+    quantised = sum(nbytes(DEQUANT_MATMUL.specification.operands(made.contract)).values())
+    assert kept <= 1.05 * quantised, f"{kept / quantised:.3f} times"
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])

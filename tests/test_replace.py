@@ -823,3 +823,36 @@ def test_on_a_gpu(mode):
     assert all(report.lowered == 1 for report in qinductor.reports())
     with pytest.raises(Exception, match=UNREADABLE):
         models[0](x)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_memory_on_a_gpu():
+    """What stays allocated of a large weight is 5 % above its codes and scales at most; another M
+    is compiled from that, and its weight is the one that was freed."""
+
+    class Large(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("codes", torch.randint(0, 256, (8192, 2048)).byte().cuda())
+            self.register_buffer("scale", torch.rand(8192, 32, device="cuda").bfloat16() / 64)
+
+        def weight(self):
+            q = torch.stack((self.codes & 15, self.codes >> 4), -1).flatten(1).to(torch.int8) - 8
+            q = q.to(self.scale.dtype).unflatten(1, (32, 128))
+            return (q * self.scale[..., None]).flatten(1)
+
+        def forward(self, x):
+            return torch.nn.functional.linear(x, self.weight())
+
+    before = torch.cuda.memory_allocated()
+    model = Large()
+    quantised, weight = torch.cuda.memory_allocated() - before, model.weight()
+    before += weight.nbytes
+    run = compiled(model, cudagraphs="off")
+    for m in (1, 1, 5, 64, 4096):
+        x = torch.randn(m, 4096, device="cuda", dtype=torch.bfloat16)
+        close(run(x), x @ weight.t())
+        del x
+        assert torch.cuda.memory_allocated() - before <= 1.05 * quantised
+    assert all(report.lowered == 1 for report in qinductor.reports())
+    assert torch.equal(run(torch.eye(4096, device="cuda", dtype=torch.bfloat16)), weight.t())

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch._guards import TracingContext
 from torch.fx import GraphModule, Node
+from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from qinductor.freed import parts
 from qinductor.retrace import STATIC, holders, names
@@ -110,7 +111,7 @@ def computes_with_sizes(gm: GraphModule) -> str | None:
     for node in gm.graph.nodes:
         value = node.meta.get("example_value")
         name = getattr(node.target, "__name__", str(node.target))
-        if isinstance(value, torch.SymFloat):
+        if isinstance(value, torch.SymFloat) and _has_sizes(value):
             return f"the graph computes with its size ({name})"
         called = node.op in ("call_function", "call_method")
         if not called or not isinstance(value, (torch.Tensor, tuple)):
@@ -118,6 +119,12 @@ def computes_with_sizes(gm: GraphModule) -> str | None:
         if any(map(_is_symbolic, _numbers(node, name))):
             return f"the graph computes with its size ({name})"
     return None
+
+
+def _has_sizes(value: torch.SymFloat) -> bool:
+    """Whether a number is made of more than Python's floats, which Dynamo hands over as inputs."""
+    kinds = SymT.FLOAT, SymT.UNBACKED_FLOAT
+    return not all(symbol_is_type(symbol, kinds) for symbol in value.node.expr.free_symbols)
 
 
 def _numbers(node: Node, name: str) -> list[Any]:
