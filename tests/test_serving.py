@@ -15,8 +15,8 @@ from torch._dynamo.utils import counters
 
 import qinductor
 from qinductor.serving import _sessions, cuda, examples, padding, session
+from qinductor.serving.entries import LOOK
 from qinductor.testing import product_oracle
-from qinductor.weights import CHECK_EVERY
 
 SIZES = [2, 4, 8]
 
@@ -373,7 +373,7 @@ class TestWeights:
         model, served, x, account = self.served()
         self.check(model, served, x)
         model.codes.data.copy_(int4_layer(seed=5).codes)
-        for _ in range(CHECK_EVERY):
+        for _ in range(LOOK):
             served(x)
         self.check(model, served, x)
         assert "weights changed" in str(account.plain)

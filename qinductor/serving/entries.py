@@ -17,6 +17,7 @@ from qinductor.weights import CHECK_EVERY, Resolver
 
 OWN = -1  # an output in memory of the recording, which is copied
 VIEW = -2  # an output that is a view of an input
+LOOK = 997  # replays between two looks at the fingerprints of weights
 
 
 @dataclasses.dataclass(eq=False)
@@ -81,9 +82,8 @@ class Entry:
                 torch._foreach_copy_(into, given)
             self.noisy = any(noisy)
             self.recording.replay()
-            for i in self.written:  # others tell by it that a state has changed
-                if not arguments[i].is_inference():
-                    torch.autograd.graph.increment_version(arguments[i])
+            written = [arguments[i] for i in self.written if not arguments[i].is_inference()]
+            torch.autograd.graph.increment_version(written)  # by which others see a state change
             return self._given(arguments, size)
 
     def _given(self, arguments: Sequence[Any], size: int | None) -> Any:
@@ -163,14 +163,18 @@ def extent(shape: Sequence[int], strides: Sequence[int]) -> int:
 class Watch:
     """Whether the leaves of a resolver are as they were, in a few passes over all of them.
 
-    It stands in for the resolver, but for calls at which that looks at fingerprints.
+    It stands in for the resolver, but for calls at which that looks at fingerprints: every LOOKth,
+    for a look waits for the device.
+
+    indices  of the arguments that are watched
     """
 
     def __init__(self, resolver: Resolver, arguments: Sequence[Any]) -> None:
-        self.resolver = resolver
+        self.resolver, self.calls = resolver, 0
         leaves = [*(leaf for slot in resolver.slots for leaf in slot.leaves), *resolver.reads]
         self.plain = sorted({leaf.index for leaf in leaves if not leaf.attributes})
         self.inner = sorted({(x.index, ".".join(x.attributes)) for x in leaves if x.attributes})
+        self.indices = frozenset([*self.plain, *(index for index, _ in self.inner)])
         values = self._values(arguments)
         self.identities = list(map(id, values))
         self.storages = [weakref.ref(value.untyped_storage()) for value in values]
@@ -192,18 +196,17 @@ class Watch:
 
     def is_quiet(self, arguments: Sequence[Any]) -> bool:
         """Whether nothing has changed; False where it is time for a closer look, too."""
-        call = self.resolver.calls + 1
-        if self.resolver.unversioned or call == 2 or call % CHECK_EVERY == 0:  # as it does
+        self.calls += 1
+        if self.resolver.unversioned or self.calls % LOOK == 0:
+            self.resolver.calls = -1 % CHECK_EVERY  # so that it looks
             return False
         with torch._C.DisableTorchFunctionSubclass():
             values = self._values(arguments)
-            quiet = (
+            return (
                 list(map(id, values)) == self.identities
                 and None not in [storage() for storage in self.storages]
                 and self._stamps(values) == self.stamps
             )
-        self.resolver.calls += quiet
-        return quiet
 
 
 def watched(run: Any, compiled: Any, arguments: Sequence[Any]) -> Watch | None:

@@ -6,6 +6,7 @@ tensors marked static and those that the graph writes to are taken where they li
 """
 
 import dataclasses
+import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -23,6 +24,7 @@ from qinductor.serving.entries import Entry, extent
 from qinductor.serving.families import Family, Sizes
 from qinductor.serving.signature import Signature, left_to_inductor
 
+BY_ADDRESS = ("weight", "static", "written")
 FITS = 4096  # sizes of calls of which a graph remembers where they fit
 Key = tuple[Sizes, tuple[int, ...]]
 accounts: "weakref.WeakSet[Account]" = weakref.WeakSet()  # of all that was warmed up
@@ -73,9 +75,12 @@ class Runner:
         self.changing = [i for i, given in places if given.kind != "weight"]
         self._looks = [LOOKS.get(self.inputs[i].kind, _shape) for i in self.changing]
         self.symbolic = any(given.kind == "value" for given in self.inputs)
-        kinds = ("weight", "static", "written")
-        self.fixed = [i for i, given in enumerate(self.inputs) if given.kind in kinds]
+        self.fixed = [i for i, given in enumerate(self.inputs) if given.kind in BY_ADDRESS]
         self._there = self.fixed  # those of them that were not freed
+        # Entries by what tells them apart where Dynamo's guards hold, and the inputs that say it:
+        # those taken by identity, which a watch goes on to check, by address, and by `_looks`.
+        self._known: dict[Any, Entry] = {}
+        self._telling: tuple[list[int], list[int], list[tuple[int, Any]]] | None = None
 
     def __call__(self, *arguments: Any) -> Any:
         session = active_session()
@@ -113,8 +118,13 @@ class Runner:
 
     def found(self, arguments: Sequence[Any]) -> tuple[Entry | None, int | None, str]:
         """(the entry that a call is replayed by, its size if it is padded, why there is none)."""
-        sizes, places = self.key(arguments)
-        entry, size, reason = self.entries.get((sizes, places)), None, "no recorded size fits"
+        known = self._known_by(arguments)
+        entry, size, reason = self._known.get(known), None, "no recorded size fits"
+        if entry is None:
+            sizes, places = self.key(arguments)
+            entry = self.entries.get((sizes, places))
+            if entry is not None and known is not None:
+                self._known[known] = entry
         if entry is None:
             entry, size, reason = self._padded(sizes, places, arguments)
         if entry is None:
@@ -125,6 +135,39 @@ class Runner:
             entry.drop()
             return None, None, "weights changed since they were recorded; call warmup again"
         return entry, size, ""
+
+    def _known_by(self, arguments: Sequence[Any]) -> Any:
+        """By which a call is found that was found before; None where it is looked for in full.
+
+        Sizes of inputs that are taken by address follow from the sizes that are inputs.
+        """
+        if self._telling is None:
+            watches = [entry.watch for entry in self.entries.values()]
+            every = [frozenset[int]() if watch is None else watch.indices for watch in watches]
+            watched = frozenset.intersection(*every) if every else frozenset[int]()
+            looks = [
+                (i, look)
+                for i, look in zip(self.changing, self._looks, strict=True)
+                if i not in watched and (self.symbolic or self.inputs[i].kind not in BY_ADDRESS)
+            ]
+            others = [i for i in self.fixed if i not in watched]
+            self._telling = sorted(watched), others, looks
+        own, others, looks = self._telling
+        with torch._C.DisableTorchFunctionSubclass():
+            try:
+                places = [arguments[i].data_ptr() for i in others]
+            except RuntimeError:
+                return None
+        if 0 in places:
+            return None
+        identities = [id(arguments[i]) for i in own]
+        return (*identities, *places, *[look(arguments[i]) for i, look in looks])
+
+    def keep(self, key: Key, entry: Entry) -> None:
+        """Adds a recorded call."""
+        self.entries[key] = entry
+        self._known.clear()
+        self._telling = None
 
     def _padded(
         self, sizes: Sizes, places: tuple[int, ...], arguments: Sequence[Any]
@@ -170,15 +213,14 @@ class Runner:
             gone = {id(entry) for entry in entries}
             for key in [key for key, entry in self.entries.items() if id(entry) in gone]:
                 del self.entries[key]  # in place: `torch._dynamo.disable` holds the dict, too
+            self._known.clear()
+            self._telling = None
             left = {id(entry.family) for entry in self.entries.values()}
             self.families[:] = [family for family in self.families if id(family) in left]
             self._fits.clear()
 
 
-def _shape(value: torch.Tensor) -> tuple[int, ...]:
-    return tuple(value.shape)
-
-
+_shape: Callable[[Any], Any] = operator.attrgetter("shape")
 # What a key holds of an input; of other kinds its shape.
 LOOKS: dict[str, Callable[[Any], Any]] = {"value": lambda value: value, "number": torch.Tensor.item}
 _active = threading.local()

@@ -212,7 +212,7 @@ class Session:
         watch = watched(runner.run, choice[0], arguments)
         entry = Entry(gpu, self.size, recording, choice, held, lies, written, watch,
                       self.account, self.family(runner))  # fmt: skip
-        runner.entries[key] = entry
+        runner.keep(key, entry)
         self.entries.add(entry)
         self.account.captures += 1
         self._outcome(runner, None)
