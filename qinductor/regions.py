@@ -274,7 +274,7 @@ def behind(node: Node, scope: Scope) -> tuple[list[Node], list[Node]]:
         if current not in seen:
             seen.add(current)
             stack.extend(current.all_input_nodes)
-    order = [other for other in node.graph.nodes if other in seen]
+    order = sorted(seen)  # nodes compare by their places
     varying = [n for n in order if n.op == "placeholder" and n not in scope.leaves]
     return order, varying + [n for n in order if n.op == "call_function" and not pure(n)]
 
