@@ -1,4 +1,4 @@
-"""qinductor::dequant_bmm and dequant_grouped_matmul: the product of each expert's rows and weight.
+"""qinductor::dequant_bmm, dequant_gathered_bmm, dequant_grouped_matmul: experts' rows and weights.
 
 The contract is a `DequantMatmul` of E experts: its weight is the format of each, [N, K]. What a
 provider packs for one weight is stacked, [E, ...], and every expert runs on the provider that the
@@ -8,6 +8,9 @@ plan has for its own number of rows; a provider may also take all of them at onc
 | tensor                    | shape                | dtype                                      |
 |---------------------------|----------------------|--------------------------------------------|
 | dequant_bmm: x, result    | [E, M, K], [E, M, N] | as the contract says; contiguous           |
+| dequant_gathered_bmm: x   | [B, M, K]            | as the contract says                       |
+| ids                       | [B]                  | int32, int64: whose weight, -E <= id < E   |
+| result                    | [B, M, N]            | as the contract says; contiguous           |
 | dequant_grouped_matmul: x | [T, K]               | as the contract says; sorted by expert     |
 | offsets                   | [E], ascending       | int32: where the rows of each expert end   |
 | result                    | [T, N], contiguous   | as the contract says; rows past the last   |
@@ -26,6 +29,7 @@ from qinductor.op import LIBRARY, Plan, Route, single
 
 for schema in (
     "dequant_bmm(Tensor x, Tensor[] packed, str contract, str plan) -> Tensor",
+    "dequant_gathered_bmm(Tensor x, Tensor ids, Tensor[] packed, str contract, str plan) -> Tensor",
     "dequant_grouped_matmul(Tensor x, Tensor offsets, Tensor[] packed, str contract, str plan) "
     "-> Tensor",
 ):
@@ -47,6 +51,29 @@ def dequant_bmm(
         return stacked
     for expert in range(form.experts):
         out[expert] = route.run(one, x[expert], [packed[i][expert] for i in route.take])
+    return out
+
+
+@torch.library.impl(LIBRARY, "dequant_gathered_bmm", "CompositeExplicitAutograd")
+def dequant_gathered_bmm(
+    x: torch.Tensor, ids: torch.Tensor, packed: Sequence[torch.Tensor], contract: str, plan: str
+) -> torch.Tensor:
+    """x[B, M, K] times the weight of each batch's expert: [B, M, N].
+
+    Only experts that are chosen are read. Errors: IndexError for an id out of range, on a CPU."""
+    form, _, _ = _prepared(contract, plan)
+    batches, m, k = x.shape
+    out = x.new_empty((batches, m, form.weight.n), dtype=form.out)
+    if not out.numel():
+        return out
+    if x.is_cpu and not -form.experts <= int(ids.min()) <= int(ids.max()) < form.experts:
+        raise IndexError(f"ids must be from {-form.experts} to {form.experts - 1}; got {ids}")
+    ids = torch.where(ids < 0, ids + form.experts, ids).repeat_interleave(m)
+    ids, order = ids.sort(stable=True)
+    experts = torch.arange(form.experts, dtype=ids.dtype, device=ids.device)
+    offsets = torch.searchsorted(ids, experts, right=True, out_int32=True)
+    rows = dequant_grouped_matmul(x.reshape(-1, k)[order], offsets, packed, contract, plan)
+    out.view(-1, form.weight.n)[order] = rows
     return out
 
 
@@ -104,6 +131,14 @@ def _route(routes: tuple[Route, ...], m: int) -> Route:
 def _(x: torch.Tensor, packed: Sequence[torch.Tensor], contract: str, plan: str) -> torch.Tensor:
     form = parse(DequantMatmul, contract)
     return x.new_empty((form.experts, x.shape[1], form.weight.n), dtype=form.out)
+
+
+@torch.library.register_fake("qinductor::dequant_gathered_bmm", lib=LIBRARY)
+def _(
+    x: torch.Tensor, ids: torch.Tensor, packed: Sequence[torch.Tensor], contract: str, plan: str
+) -> torch.Tensor:
+    form = parse(DequantMatmul, contract)
+    return x.new_empty((x.shape[0], x.shape[1], form.weight.n), dtype=form.out)
 
 
 @torch.library.register_fake("qinductor::dequant_grouped_matmul", lib=LIBRARY)

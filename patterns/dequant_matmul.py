@@ -6,6 +6,7 @@
              |                                   |     |
     x ------ mm / addmm(bias) [-- * s[N]]   ->   qinductor.dequant_matmul
              bmm / baddbmm                       qinductor.dequant_bmm
+             bmm of weight[ids]                  qinductor.dequant_gathered_bmm
              _grouped_mm(offsets)                qinductor.dequant_grouped_matmul
 
 Probed: which tensor holds the codes, how scales and zeros lie over W, what multiplies what in which
@@ -25,6 +26,7 @@ from qinductor.errors import Refused
 from qinductor.kernels.dequant_matmul import DEQUANT_MATMUL, DequantMatmul, Operands
 from qinductor.pattern import Lowering, Planner
 from qinductor.patterns.constants import check_constant
+from qinductor.patterns.gathers import gather_last, gathers
 from qinductor.patterns.products import (
     ANCHORS,
     Product,
@@ -101,6 +103,9 @@ class DequantMatmulPattern:
     def candidates(self, graph: Graph, scope: Scope) -> Iterator[Node]:
         """Products one operand of which is made from stored codes, or quantised in place."""
         spell_out(graph)
+        for node, i, stack, ids in list(gathers(graph)):
+            if is_quantized(stack, scope) and behind(ids, scope)[1]:
+                gather_last(node, i)
         for node in graph.nodes:
             if self._is_site(node, scope):
                 yield node

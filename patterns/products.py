@@ -9,6 +9,7 @@ import torch
 from torch.fx import Node
 
 from qinductor.errors import Refused
+from qinductor.patterns.gathers import gathered
 from qinductor.patterns.weight_formats.inner import codes_within
 from qinductor.regions import (
     CODED,
@@ -41,7 +42,8 @@ class Product:
     """One product with a quantised weight.
 
     weight, axes    the node that is dequantised, and what its axes are
-    inputs          the activation and, of a grouped product, the offsets
+    inputs          the activation and, of a grouped product, the offsets; of a gathered one, which
+                    weight each of its batches is multiplied by
     operator, form  what takes the product, and how it stands to that, see `Lowering`
     """
 
@@ -55,9 +57,9 @@ class Product:
 
 
 def rows_of(product: Product) -> int | None:
-    """The M of the operator; None where it is symbolic, and of a grouped product, whose experts
-    take as many as there are."""
-    if product.operator == "dequant_grouped_matmul":
+    """The M of the operator; None where it is symbolic, and of a grouped or gathered product, whose
+    experts take as many as there are."""
+    if len(product.inputs) > 1:
         return None
     shape = product.inputs[0].meta["val"].shape
     m = shape[-1] if "turned" in product.form else shape[-2]
@@ -74,7 +76,11 @@ def sides(node: Node) -> tuple[Node, Node]:
 
 
 def is_quantized(side: Node, scope: Scope) -> bool:
-    """Whether an operand is made from stored codes, or from a constant rounded in every call."""
+    """Whether an operand is made from stored codes, or from a constant rounded in every call; or
+    chosen for each batch from a stack that is."""
+    chosen = chosen_from(side, scope)
+    if chosen is not None:
+        side = chosen[0]
     order, varying = behind(side, scope)
     value = side.meta["val"]
     if value.dim() < 2 or not value.dtype.is_floating_point:
@@ -135,6 +141,9 @@ def product_of(node: Node, scope: Scope) -> Product:
     if operator == "dequant_matmul":
         axes = Axes(0, 1) if turned else Axes(1, 0)
         return Product(node, weight, axes, (x,), bias, operator, "turned" if turned else "plain")
+    chosen = chosen_from(weight, scope)
+    if chosen is not None:
+        return _gathered(node, x, *chosen, turned)
     _check_own_batch(weight)
     one = _unexpanded(weight)
     if one is not None:
@@ -156,6 +165,23 @@ def _grouped(node: Node, x: Node, weight: Node) -> Product:
             f"of {describe(x)} with {describe(weight)}"
         )
     return Product(node, weight, Axes(2, 1, 0), (x, offsets), None, "dequant_grouped_matmul")
+
+
+def chosen_from(side: Node, scope: Scope) -> tuple[Node, Node] | None:
+    """(a stack of weights, which of it each batch takes) of an operand, if that varies."""
+    found = gathered(side)
+    return found if found is not None and behind(found[1], scope)[1] else None
+
+
+def _gathered(node: Node, x: Node, weight: Node, ids: Node, turned: bool) -> Product:
+    """A product of each batch with one of a stack of weights."""
+    if ANCHORS[node.target][2] is not None:
+        raise Refused(
+            "a product of weights that are chosen for each batch must be without bias; it is "
+            f"{node.target}"
+        )
+    axes, form = (Axes(1, 2, 0), "turned") if turned else (Axes(2, 1, 0), "plain")
+    return Product(node, weight, axes, (x, ids), None, "dequant_gathered_bmm", form)
 
 
 def _unexpanded(weight: Node) -> Node | None:

@@ -53,6 +53,31 @@ def grouped_mm(m: Holder, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tenso
     return torch._grouped_mm(x, m.dequantise(m).mT, offs=offsets)
 
 
+IDS = torch.tensor([2, 0, 0, 2, -1])  # no batch takes the second expert
+
+
+def gathered(m: Holder, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Weights on the left, as transformers' `batched_mm` has them."""
+    return torch.bmm(m.dequantise(m)[ids], x.mT).mT
+
+
+def gathered_right(m: Holder, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Swapped before they are chosen."""
+    return x @ m.dequantise(m).mT[ids]
+
+
+def gathered_then_swapped(m: Holder, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return torch.bmm(x, m.dequantise(m)[ids].transpose(1, 2))
+
+
+def selected(m: Holder, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    chosen = torch.index_select(m.dequantise(m), 0, ids.remainder(E).int())
+    return torch.einsum("bnk,bmk->bmn", chosen, x)
+
+
+GATHERED = (gathered, gathered_right, gathered_then_swapped, selected)
+
+
 # name: (product, weights, shape of x, whether it takes offsets)
 FORMS: dict[str, tuple[Callable, str, tuple[int, ...], bool]] = {
     "bmm": (bmm, "int4", (E, 8, K), False),
@@ -203,6 +228,100 @@ output [%8]
     aten.int4pack_mm, onednn.dequant_strips
 output [%9]
 """)
+
+    def test_gathered(self) -> None:
+        found = rewritten(choosing(gathered), Random(1).normal(5, 1, K), IDS, dynamic=True)
+        self.assertEqual([site.reason for site in found.report.sites], [None])
+        self.assertExpectedInline(
+            found.after + "\n",
+            """\
+%0: uint8[3, 48, 32] = placeholder
+%1: bfloat16[3, 48, 2] = placeholder
+%2: s0 = placeholder
+%3: int64[s0] = placeholder
+%4: bfloat16[s0, 1, 64] = placeholder
+%5: uint8[3, 48, 32] = placeholder packed_int4pack
+%6: bfloat16[3, 2, 48, 2] = placeholder packed_int4pack_scales
+%7: int8[3, 24, 64] = placeholder packed_halves
+%8: bfloat16[3, 48, 2] = placeholder packed_scale
+%9: bfloat16[s0, 64, 1] = aten.permute.default(%4, [0, 2, 1])
+%10: bfloat16[s0, 1, 64] = aten.permute.default(%9, [0, 2, 1])
+%11: bfloat16[s0, 1, 48] = qinductor.dequant_gathered_bmm.default(%10, %3, [%5, %6, %7, %8])
+    weight.codes=int4 weight.n=48 weight.k=64 weight.bn=1 weight.bk=32 weight.arithmetic=q*s
+      weight.scale=bfloat16 weight.zero=None weight.inner=bfloat16 weight.compute=bfloat16
+      weight.dtype=bfloat16 x=bfloat16 out=bfloat16 output_scale=None bias=False experts=3
+    aten.int4pack_mm, onednn.dequant_strips
+%12: bfloat16[s0, 48, 1] = aten.permute.default(%11, [0, 2, 1])
+%13: bfloat16[s0, 48, 1] = aten.clone.default(%12, memory_format=torch.contiguous_format)
+%14: bfloat16[s0, 1, 48] = aten.permute.default(%13, [0, 2, 1])
+output [%14]
+""",
+            skip=0,
+        )
+
+
+def choosing(product: Callable, kind: str = "int4") -> Callable[[], Holder]:
+    """What makes a module whose batches choose weights."""
+
+    def module() -> Holder:
+        holder = Holder(product, **stack(kind))
+        holder.dequantise = {"float8": float8, "int4": int4}[kind]
+        return holder
+
+    return module
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("kind", ["int4", "float8"])
+@pytest.mark.parametrize("product", GATHERED, ids=lambda product: product.__name__)
+def test_chosen_experts_are_as_accurate_as_eager(product, kind, dynamic):
+    torch._dynamo.reset()
+    holder = choosing(product, kind)()
+    served = torch.compile(holder, backend="qinductor", dynamic=dynamic)
+    ids = torch.tensor([2, 0, 0, 1, 2] if product is selected else [2, 0, 0, -1, 2])
+    with torch.no_grad():
+        w = holder.dequantise(holder)
+        for m in (1, 90):
+            x = Random(2).normal(len(ids), m, K)
+            ours, eager = served(x, ids), holder(x, ids)
+            assert ours.stride() == eager.stride()
+            torch.testing.assert_close(ours, eager, rtol=0.02, atol=0.03)
+        for expert in set(ids.tolist()):
+            rows = ids == expert
+            product_oracle(*(t[rows].flatten(0, 1) for t in (ours, eager, x)), w[expert])
+        assert qinductor.last_report().lowered == 1
+        other = torch.tensor([1, 1, 0])
+        torch.testing.assert_close(served(x[:3], other), holder(x[:3], other), rtol=0.02, atol=0.02)
+
+
+def test_constant_choices_are_a_part_of_the_weight():
+    def chosen(m: Holder, x: torch.Tensor) -> torch.Tensor:
+        return torch.bmm(x, m.dequantise(m)[m.ids].mT)
+
+    def module() -> Holder:
+        holder = Holder(chosen, **stack("int4"), ids=torch.tensor([2, 0]))
+        holder.dequantise = int4
+        return holder
+
+    found = rewritten(module, Random(1).normal(2, 5, K))
+    assert [site.reason for site in found.report.sites] == [None]
+    assert "dequant_bmm" in found.after and "gathered" not in found.after
+
+
+@pytest.mark.parametrize(
+    ("product", "reason"),
+    [
+        (lambda m, x, ids: torch.baddbmm(m.scale[:, :1, :1].sum().expand(5, 1, N), x,
+                                         m.dequantise(m).mT[ids]), "must be without bias"),
+        (lambda m, x, ids: torch.bmm(x, m.dequantise(m)[:, ids].mT[ids]), "made of constants"),
+        (lambda m, x, ids: torch.bmm(x, (m.dequantise(m)[ids] * x.sum()).mT),
+         "must be made of constants"),
+    ],
+)  # fmt: skip
+def test_choices_that_are_refused(product, reason):
+    found = rewritten(choosing(product), Random(1).normal(5, 1, K), IDS)
+    assert [site.lowered for site in found.report.sites] in ([False], [])
+    assert all(reason in site.reason for site in found.report.sites), str(found.report)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

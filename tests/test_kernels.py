@@ -631,6 +631,7 @@ def samples() -> Iterator[tuple[str, tuple[Any, ...]]]:
         yield "dequant_bmm", (x.mT.contiguous().mT, tensors, *texts)
         ends = torch.linspace(2, 5 * len(sources) - 1, len(sources)).int()
         yield "dequant_grouped_matmul", (x.flatten(0, 1), ends, tensors, *texts)
+        yield "dequant_gathered_bmm", (x, torch.arange(len(sources)).flip(0), tensors, *texts)
     for chosen in (CASES[10], CASES[18], CASES[30], CASES[32], EXPERTS[1]):
         yield "dequant_weight", weight_alone(chosen)[0]
 

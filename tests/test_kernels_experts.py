@@ -86,6 +86,34 @@ def test_grouped_is_each_groups_own_product(case, sizes, past):
         assert not difference(ours, alone(contract, plan, tensors, i, part))
 
 
+@named
+@pytest.mark.parametrize("ids", [[0], [1, 0, 1, 1, -1, 0], [], [0] * 9])
+def test_gathered_is_each_batchs_own_product(case, ids):
+    contract = case.contract
+    _, plan, tensors = prepared(case)
+    whose = torch.tensor(ids, dtype=torch.int64) % contract.experts
+    if -1 in ids:
+        whose[ids.index(-1)] -= contract.experts
+    for m in (0, 1, 3):
+        x = rows(contract, len(ids), m)
+        out = ops.dequant_gathered_bmm(x, whose, tensors, str(contract), str(plan))
+        assert out.shape == (len(ids), m, contract.weight.n) and out.is_contiguous()
+        for i, expert in enumerate(whose.tolist()):
+            part = x[whose % contract.experts == expert % contract.experts].flatten(0, 1)
+            all_of_it = alone(contract, plan, tensors, expert % contract.experts, part)
+            place = (whose[:i] % contract.experts == expert % contract.experts).sum() * m
+            assert not difference(out[i], all_of_it[place : place + m])
+
+
+def test_an_id_out_of_range_is_an_error():
+    contract = CASES[0].contract
+    _, plan, tensors = prepared(CASES[0])
+    for wrong in (4, -5):
+        with pytest.raises(IndexError, match="ids must be from -4 to 3"):
+            ids = torch.tensor([0, wrong])
+            ops.dequant_gathered_bmm(rows(contract, 2, 1), ids, tensors, str(contract), str(plan))
+
+
 def test_grouped_is_atens_product():
     """Where aten has one: no bias, rows of a multiple of 16 bytes."""
     contract = CASES[0].contract
