@@ -45,7 +45,8 @@ class Config:
 
     def shared(self) -> int:
         """Bytes of shared memory that the pipeline takes, about."""
-        return self.stages * (self.bk * (self.bm + self.bn // 2) + 8 * self.bn)
+        waiting = self.bn * (self.bk // 2 + 8)  # what one step has of W and its scales
+        return self.stages * self.bk * self.bm + (self.stages - 1) * waiting
 
     def within(self, k: int, limit: int) -> "Config":
         """This config for k columns, with fewer stages where shared memory is short."""
@@ -134,7 +135,7 @@ def launch(
     config = config or heuristic(t, experts, n)
     config = config.within(k, _shared(a.device) if a.is_cuda else SHARED)
     if a.stride(1) != 1 or a.stride(0) % 16 or a.data_ptr() % 16:
-        a = a.contiguous() if a.data_ptr() % 16 == 0 or a.stride(1) != 1 else a.clone()
+        a = a.new_empty(a.shape).copy_(a)
     if b.data_ptr() % 16:
         b = b.clone()
     flat = b_scales.view(-1)
