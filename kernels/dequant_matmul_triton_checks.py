@@ -43,6 +43,9 @@ def products() -> Iterator[Check]:
             contract = FORMATS[name].contract
             yield _product(name, contract, str(heuristic(contract, 1)), target)
     yield _product("int4 parts", FORMATS["int4"].contract, "m32.n64.k256.s4.w4.p3", 90)
+    for config in ("m32.n128.k256.s1.w4.p3", "m64.n128.k128.s1.w8.p3", "m128.n128.k64.s1.w8.p4"):
+        grouped = partial(held, "product", FORMATS["int4"].contract, 90, config, grouped=True)
+        yield f"product of groups {config} sm_90", grouped
     for target in (80, 90, 100):
         grouped = partial(held, "product", FORMATS["uint4 zero"].contract, target, grouped=True)
         yield f"product of groups sm_{target}", grouped
@@ -108,7 +111,7 @@ def build(
     constants = {
         "F": device_form(contract), "ASM": asm, "PDL": target >= 90, "PARTS": parts, "BK": bk,
         "BM": chosen.bm, "BN": chosen.bn if kernel == "product" else 64, "B": 256,
-        "STAGES": chosen.stages, "EVEN_K": True, "E": 8 if grouped else 0, "EP": 8 * grouped,
+        "STAGES": chosen.stages, "EVEN_K": True, "E": 8 if grouped else 0, "EP": 16 * grouped,
     }  # fmt: skip
     function = getattr(kernels, kernel)
     taken = {name: value for name, value in constants.items() if name in function.arg_names}
