@@ -17,7 +17,7 @@ from torch.nn.functional import linear
 
 from qinductor.kernels import fragments
 from qinductor.kernels.dequant_matmul import DEQUANT_MATMUL, DequantMatmul, cost
-from qinductor.kernels.dequant_matmul_triton_form import Packed, device_form, widths
+from qinductor.kernels.dequant_matmul_triton_form import NARROW, Packed, device_form, widths
 from qinductor.rates import BANDWIDTH, RATE
 
 WORKSPACE = 512 << 20  # bytes of dense W at once
@@ -170,6 +170,7 @@ def launch(
             F=form, E=experts, EP=1 << experts.bit_length() if experts else 0,
             BM=config.bm, BN=config.bn, BK=bk, PARTS=split > 1, STAGES=config.stages,
             EVEN_K=w.k % bk == 0, PDL=pdl, ASM=asm, num_warps=config.warps,
+            maxnreg=registers(contract, config, experts > 0),
             enable_fp_fusion=False,  # every operation rounds as the graph's did
         )  # fmt: skip
         if split > 1:
@@ -179,6 +180,16 @@ def launch(
                 num_warps=4, launch_pdl=pdl, enable_fp_fusion=False,
             )  # fmt: skip
     return out
+
+
+def registers(contract: DequantMatmul, config: Config, grouped: bool) -> int | None:
+    """The most registers of a thread, where ptxas would take so many for a tile of sorted rows that
+    fewer programs fit a multiprocessor, and 128 do: plain products then take 116 and 124."""
+    w = contract.weight
+    plain = w.bits == 4 and w.table is None and w.arithmetic == "q*s" and w.compute in NARROW
+    few = config.bm == 16 and config.bn * config.bk <= 32 * config.warps * 128
+    many = config.warps == 8 and config.bn * config.bm <= 128 * 128 and config.bk == 64
+    return 128 if grouped and plain and (few or many) else None
 
 
 def _packed(
