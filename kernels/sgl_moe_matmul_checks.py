@@ -6,10 +6,11 @@ from functools import partial
 from typing import Any
 
 from qinductor.kernels.dequant_matmul_triton_checks import loop
-from qinductor.kernels.sgl_moe_matmul_triton import LADDER, LAID, Config
+from qinductor.kernels.sgl_moe_matmul_triton import LADDER, LAID, SUMMED, WIDE, Config
 from qinductor.triton_compile import Compiled, compiled
 
 Check = tuple[str, Callable[[], None]]
+PARTS = "m16.n64.k256.s4.w4.p4.l16"
 SHARED = {89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
 
 
@@ -22,9 +23,11 @@ def checks() -> Iterator[Check]:
         yield f"moe product {text} rows of scales sm_90", partial(held, text, 90, False)
         for target in (89, 100):
             yield f"moe product {text} sm_{target}", partial(held, text, target)
+    yield f"moe product {PARTS} sm_90", partial(held, PARTS, 90)
     for target in (89, 90, 100):
         for experts in (32, 1024):
             yield f"moe arrange {experts} sm_{target}", partial(laid, experts, target)
+        yield f"moe sum_parts sm_{target}", partial(summed, 16, target)
 
 
 def held(text: str, target: int, four: bool = True) -> None:
@@ -41,12 +44,14 @@ def build(text: str, target: int, four: bool = True, asm: bool = True) -> Compil
     config = Config.parse(text).within(7168 if four else 768, SHARED[target] * 9 // 10)
     arguments = {
         "y_ptr": "*fp8e4nv", "w_ptr": "*i8", "s_ptr": "*i32", "scale_ptr": "*fp32",
-        "out_ptr": "*bf16", "table_ptr": "*i32", "tiles": "i32",
+        "out_ptr": "*bf16" if config.split == 1 else "*fp32", "table_ptr": "*i32",
+        **dict.fromkeys(("tiles", "T"), "i32"),
         **dict.fromkeys(("out_row", "N", "K"), "i32:16"),
     }  # fmt: skip
     constants: dict[str, Any] = {
         "BM": config.bm, "BN": config.bn, "BK": config.bk, "LEAST": config.least, "FOUR": four,
-        "STAGES": config.stages, "WARPS": config.warps, "ASM": asm, "PDL": target >= 90,
+        "PARTS": config.split > 1, "STAGES": config.stages, "WARPS": config.warps, "ASM": asm,
+        "PDL": target >= 90,
     }  # fmt: skip
     options = {"num_warps": config.warps, "enable_fp_fusion": False}
     return compiled(product, arguments, constants, target, **options)
@@ -81,7 +86,6 @@ def faults(made: Compiled, target: int) -> str:
 def laid(experts: int, target: int) -> None:
     """Compiles `arrange` for so many experts; RuntimeError if it spills."""
     from qinductor.kernels.sgl_moe_matmul_kernels import arrange
-    from qinductor.kernels.sgl_moe_matmul_triton import WIDE
 
     names = "x_ptr", "y_ptr", "offsets_ptr", "sizes_ptr", "table_ptr"
     arguments = {
@@ -93,3 +97,18 @@ def laid(experts: int, target: int) -> None:
     made = compiled(arrange, arguments, constants, target, num_warps=4)
     if made.spills:
         raise RuntimeError(f"arrange, sm_{target}: {made.spills} bytes spill")
+
+
+def summed(rows: int, target: int) -> None:
+    """Compiles `sum_parts` of tiles of so many rows; RuntimeError if it spills."""
+    from qinductor.kernels.sgl_moe_matmul_kernels import sum_parts
+
+    arguments = {
+        **dict.fromkeys(("parts_ptr", "scale_ptr"), "*fp32"), "out_ptr": "*bf16",
+        "table_ptr": "*i32", **dict.fromkeys(("out_row", "N"), "i32:16"),
+        **dict.fromkeys(("T", "tiles", "parts"), "i32"),
+    }  # fmt: skip
+    constants = {"BM": rows, "B": SUMMED, "PDL": target >= 90}
+    made = compiled(sum_parts, arguments, constants, target, num_warps=4, enable_fp_fusion=False)
+    if made.spills:
+        raise RuntimeError(f"sum_parts, sm_{target}: {made.spills} bytes spill")

@@ -106,11 +106,13 @@ def _rows(BN: tl.constexpr, WARPS: tl.constexpr):
 
 @triton.jit
 def _tile(
-    y_ptr, w_ptr, s_ptr, scale_ptr, out_ptr, out_row, expert, first, last, column, N, K,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FOUR: tl.constexpr,
-    STAGES: tl.constexpr, WARPS: tl.constexpr, ASM: tl.constexpr,
+    pointers, sizes, expert, first, last, column, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, FOUR: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
+    WARPS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """out[first : last, column : column + BN], of one expert and at most BM rows."""
+    y_ptr, w_ptr, s_ptr, scale_ptr, out_ptr = pointers
+    out_row, T, N, K = sizes
     expert = expert.to(tl.int64)
     most = N - 1
     rows = tl.minimum(column + _rows(BN, WARPS), most).to(tl.int64) + expert * N
@@ -121,7 +123,12 @@ def _tile(
     s_base = expert * (K // 128) * N
     inside = tl.minimum(n, most)
     acc = tl.zeros((BN, BM), tl.float32)
-    for k in tl.range(0, K, BK, num_stages=STAGES):
+    begin, end = 0, K
+    if PARTS:
+        share = tl.cdiv(K // BK, tl.num_programs(1)) * BK
+        begin = tl.program_id(1) * share
+        end = tl.minimum(K, begin + share)
+    for k in tl.range(begin, end, BK, num_stages=STAGES):
         for j in tl.static_range(BK // 128):
             g = (k >> 7) + j
             if FOUR:  # [K / 512, N, 4]: words of two groups
@@ -137,47 +144,59 @@ def _tile(
             x = tl.load(x_rows + k + j * 128, mask=mask, other=0.0)
             part = tl.dot(_weight(w_rows + (k >> 1) + j * 64, ASM, BN, WARPS), x.trans(1, 0))
             acc = tl.fma(part, s[:, None], acc)
-    # of codes 2^-9 times a weight
-    acc = acc * 512.0 * tl.load(scale_ptr)
     place = m.to(tl.int64)[:, None] * out_row + n[None, :]
+    if PARTS:
+        place += tl.program_id(1).to(tl.int64) * T * out_row
+    else:
+        acc = _finished(acc, scale_ptr)
     out = acc.trans(1, 0).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + place, out, mask & (n < N)[None, :])
 
 
 @triton.jit
-def _at_most(
-    y_ptr, w_ptr, s_ptr, scale_ptr, out_ptr, out_row, expert, first, last, column, N, K,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, LEAST: tl.constexpr, FOUR: tl.constexpr,
+def _finished(acc, scale_ptr):
+    """The result of sums over codes, which are 2^-9 times a weight."""
+    return acc * 512.0 * tl.load(scale_ptr)
+
+
+@triton.jit
+def _halved(
+    pointers, sizes, expert, first, last, column, BM: tl.constexpr, LEAST: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, FOUR: tl.constexpr, PARTS: tl.constexpr,
     STAGES: tl.constexpr, WARPS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """`_tile` of BM rows, or of as few halves of that as hold the rows, but LEAST."""
+    """`_tile` of BM rows, or of as few halves of that as hold the rows, of LEAST or more."""
     if BM > LEAST:
         if last - first <= BM // 2:
-            _at_most(
-                y_ptr, w_ptr, s_ptr, scale_ptr, out_ptr, out_row, expert, first, last, column,
-                N, K, BM // 2, BN, BK, LEAST, FOUR, STAGES, WARPS, ASM,
+            _halved(
+                pointers, sizes, expert, first, last, column, BM // 2, LEAST, BN, BK, FOUR,
+                PARTS, STAGES, WARPS, ASM,
             )  # fmt: skip
         else:
             _tile(
-                y_ptr, w_ptr, s_ptr, scale_ptr, out_ptr, out_row, expert, first, last, column,
-                N, K, BM, BN, BK, FOUR, STAGES, WARPS, ASM,
+                pointers, sizes, expert, first, last, column, BM, BN, BK, FOUR, PARTS, STAGES,
+                WARPS, ASM,
             )  # fmt: skip
     else:
         _tile(
-            y_ptr, w_ptr, s_ptr, scale_ptr, out_ptr, out_row, expert, first, last, column,
-            N, K, BM, BN, BK, FOUR, STAGES, WARPS, ASM,
+            pointers, sizes, expert, first, last, column, BM, BN, BK, FOUR, PARTS, STAGES,
+            WARPS, ASM,
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["tiles"])
+@triton.jit(do_not_specialize=["tiles", "T"])
 def product(
-    y_ptr, w_ptr, s_ptr, scale_ptr, out_ptr, out_row, table_ptr, tiles, N, K,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, LEAST: tl.constexpr, FOUR: tl.constexpr,
-    STAGES: tl.constexpr, WARPS: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+    y_ptr, w_ptr, s_ptr, scale_ptr, out_ptr, out_row, table_ptr, tiles, T, N, K,
+    BM: tl.constexpr, LEAST: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FOUR: tl.constexpr,
+    PARTS: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr, ASM: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """out[rows of each tile, N]: tiles of `arrange`'s table, all of them for the same rows of each
-    weight before the next ones."""
+    weight before the next ones. Where PARTS is set a program has a part of K, and the sums go to
+    out[parts, T, N] for `sum_parts`."""
     if PDL:
+        if PARTS:
+            gdc_launch_dependents()
         gdc_wait()
     count = tl.load(table_ptr + 3 * tiles)
     if tl.program_id(0) >= count * tl.cdiv(N, BN):
@@ -185,10 +204,33 @@ def product(
     tile, column = tl.program_id(0) % count, tl.program_id(0) // count * BN
     expert = tl.load(table_ptr + 3 * tile)
     first, last = tl.load(table_ptr + 3 * tile + 1), tl.load(table_ptr + 3 * tile + 2)
-    _at_most(
-        y_ptr, w_ptr, s_ptr, scale_ptr, out_ptr, out_row, expert, first, last, column, N, K,
-        BM, BN, BK, LEAST, FOUR, STAGES, WARPS, ASM,
+    pointers = (y_ptr, w_ptr, s_ptr, scale_ptr, out_ptr)
+    _halved(
+        pointers, (out_row, T, N, K), expert, first, last, column, BM, LEAST, BN, BK, FOUR,
+        PARTS, STAGES, WARPS, ASM,
     )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["tiles", "T", "parts"])
+def sum_parts(
+    parts_ptr, scale_ptr, out_ptr, out_row, table_ptr, tiles, T, N, parts, BM: tl.constexpr,
+    B: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """out[rows of each tile, N] from the sums [parts, T, N], always added in one order."""
+    if PDL:  # launched while the product still runs
+        gdc_wait()
+    tile = tl.program_id(0)
+    if tile >= tl.load(table_ptr + 3 * tiles):
+        return
+    first, last = tl.load(table_ptr + 3 * tile + 1), tl.load(table_ptr + 3 * tile + 2)
+    m, n = (first + tl.arange(0, BM)).to(tl.int64), tl.program_id(1) * B + tl.arange(0, B)
+    mask = (m < last)[:, None] & (n < N)[None, :]
+    acc = tl.zeros((BM, B), tl.float32)
+    for part in range(parts):
+        place = (tl.cast(part, tl.int64) * T + m)[:, None] * N + n[None, :]
+        acc += tl.load(parts_ptr + place, mask, 0.0)
+    out = _finished(acc, scale_ptr).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + m[:, None] * out_row + n[None, :], out, mask)
 
 
 def compile_checks():

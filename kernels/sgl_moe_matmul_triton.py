@@ -2,6 +2,7 @@
 
 The first lays x out for tensor cores and writes a table of tiles, the second multiplies: a program
 has an entry of the table and rows of that expert's weight. Experts without rows have no entry.
+Where few programs would have all of K they have parts of it, and a third launch adds those up.
 """
 
 import dataclasses
@@ -16,31 +17,35 @@ MANY = 1 << 62
 SHARED = 220 << 10  # bytes of shared memory that a program may take
 LEAST = (8, 9)  # compute capability that has float8
 LAID = 32  # groups of 128 columns that a program lays out
+FILLED = 2 * 132  # programs that an H200's multiprocessors want
+SUMMED = 256  # columns of a program that adds parts up
 WIDE = 8192  # comparisons of a program that writes the table
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Tiles of rows of x, rows of W and columns; warps, stages of the pipeline; `least` rows that
-    a tile is halved to where an expert has fewer."""
+    """Tiles of rows of x, rows of W and columns; parts of K; warps, stages of the pipeline; `least`
+    rows that a tile is halved to where an expert has fewer."""
 
     bm: int
     bn: int
     bk: int
+    split: int
     warps: int
     stages: int
     least: int
 
     def __str__(self) -> str:
-        return f"m{self.bm}.n{self.bn}.k{self.bk}.w{self.warps}.p{self.stages}.l{self.least}"
+        tile = f"m{self.bm}.n{self.bn}.k{self.bk}.s{self.split}"
+        return f"{tile}.w{self.warps}.p{self.stages}.l{self.least}"
 
     @staticmethod
     @functools.cache
     def parse(text: str) -> "Config":
         """The config that `str` wrote; ValueError for any other text."""
-        match = re.fullmatch(r"m(\d+)\.n(\d+)\.k(\d+)\.w(\d+)\.p(\d+)\.l(\d+)", text)
+        match = re.fullmatch(r"m(\d+)\.n(\d+)\.k(\d+)\.s(\d+)\.w(\d+)\.p(\d+)\.l(\d+)", text)
         if match is None:
-            raise ValueError(f"no config: {text!r}; wanted such as 'm16.n128.k256.w4.p4.l16'")
+            raise ValueError(f"no config: {text!r}; wanted such as 'm16.n128.k256.s1.w4.p4.l16'")
         return Config(*map(int, match.groups()))
 
     def shared(self) -> int:
@@ -50,7 +55,8 @@ class Config:
 
     def within(self, k: int, limit: int) -> "Config":
         """This config for k columns, with fewer stages where shared memory is short."""
-        config = self if k % self.bk == 0 else dataclasses.replace(self, bk=128)
+        bk = self.bk if k % self.bk == 0 else 128
+        config = dataclasses.replace(self, bk=bk, split=min(self.split, k // bk))
         while config.shared() > limit and config.stages > 2:
             config = dataclasses.replace(config, stages=config.stages - 1)
         return config
@@ -58,16 +64,17 @@ class Config:
 
 # Largest mean number of rows of an expert -> configs worth a try, the first guess first.
 LADDER: dict[int, tuple[str, ...]] = {
-    8: ("m16.n128.k256.w4.p4.l16", "m16.n128.k256.w4.p3.l16", "m16.n64.k256.w4.p4.l16",
-        "m16.n64.k256.w4.p6.l16", "m16.n128.k256.w8.p4.l16", "m16.n256.k128.w8.p5.l16"),
-    24: ("m32.n128.k256.w4.p3.l16", "m32.n128.k256.w8.p3.l16", "m32.n64.k256.w4.p4.l16",
-         "m32.n128.k128.w4.p4.l16"),
-    48: ("m64.n128.k256.w8.p3.l16", "m32.n128.k256.w4.p3.l32", "m64.n128.k128.w8.p4.l16",
-         "m64.n64.k128.w4.p4.l16", "m32.n128.k256.w8.p3.l32"),
-    96: ("m64.n128.k128.w8.p4.l16", "m64.n128.k256.w8.p3.l16", "m128.n128.k128.w8.p4.l32",
-         "m64.n64.k128.w4.p4.l16"),
-    MANY: ("m128.n128.k128.w8.p4.l32", "m128.n128.k128.w8.p3.l32", "m128.n64.k128.w4.p4.l32",
-           "m64.n128.k128.w8.p4.l16", "m64.n128.k256.w8.p3.l16"),
+    8: ("m16.n128.k256.s1.w4.p4.l16", "m16.n128.k256.s1.w4.p3.l16", "m16.n64.k256.s1.w4.p4.l16",
+        "m16.n64.k256.s1.w4.p6.l16", "m16.n128.k256.s1.w8.p4.l16", "m16.n256.k128.s1.w8.p5.l16"),
+    24: ("m32.n128.k256.s1.w4.p3.l16", "m32.n128.k256.s1.w8.p3.l16", "m32.n64.k256.s1.w4.p4.l16",
+         "m32.n128.k128.s1.w4.p4.l16"),
+    48: ("m64.n128.k256.s1.w8.p3.l16", "m32.n128.k256.s1.w4.p3.l32", "m64.n128.k128.s1.w8.p4.l16",
+         "m64.n64.k128.s1.w4.p4.l16", "m32.n128.k256.s1.w8.p3.l32"),
+    96: ("m64.n128.k128.s1.w8.p4.l16", "m64.n128.k256.s1.w8.p3.l16", "m128.n128.k128.s1.w8.p4.l32",
+         "m64.n64.k128.s1.w4.p4.l16"),
+    MANY: ("m128.n128.k128.s1.w8.p4.l32", "m128.n128.k128.s1.w8.p3.l32",
+           "m128.n64.k128.s1.w4.p4.l32", "m64.n128.k128.s1.w8.p4.l16",
+           "m64.n128.k256.s1.w8.p3.l16"),
 }  # fmt: skip
 
 
@@ -102,13 +109,18 @@ def missing(device: torch.device) -> str | None:
     return None
 
 
-def heuristic(rows: int, experts: int, n: int) -> Config:
+def heuristic(rows: int, experts: int, n: int, k: int) -> Config:
     """A config for so many rows of all experts."""
     mean = -(-rows // experts)
     chosen = next(configs for limit, configs in LADDER.items() if mean <= limit)
     found = Config.parse(chosen[0])
-    few = min(experts, rows) * -(-n // found.bn) < 2 * 132
-    return dataclasses.replace(found, bn=64, warps=4) if few and found.bm < 64 else found
+    groups, split = min(experts, rows), 1
+    if found.bm >= 64 or groups * -(-n // found.bn) >= FILLED:
+        return found
+    # Parts of 4 steps or more, where else loads in flight would not fill the memory's bandwidth.
+    while groups * -(-n // 64) * split < FILLED and k // (found.bk * split * 2) >= 4:
+        split *= 2
+    return dataclasses.replace(found, bn=64, warps=4, split=split)
 
 
 def launch(
@@ -132,7 +144,7 @@ def launch(
     offsets    int32 [E]; sizes int32 [E, 3], all contiguous
     """
     code, (t, k), (experts, n, _) = kernels or device(), a.shape, b.shape
-    config = config or heuristic(t, experts, n)
+    config = config or heuristic(t, experts, n, k)
     config = config.within(k, _shared(a.device) if a.is_cuda else SHARED)
     if a.stride(1) != 1 or a.stride(0) % 16 or a.data_ptr() % 16:
         a = a.new_empty(a.shape).copy_(a)
@@ -149,15 +161,21 @@ def launch(
     tables = -(-tiles // bt)
     asm = not type(code.product).__name__.startswith("Interpreted")
     pdl = a.is_cuda and _capability(a.device) >= (9, 0)
-    words = a.view(torch.int32)
+    words, split = a.view(torch.int32), config.split
+    out = d if split == 1 else d.new_empty((split, t, n), dtype=torch.float32)
     with torch.cuda.device_of(a):
         code.arrange[(tables + -(-t * (k // 128) // LAID),)](
             words, words.stride(0), y.view(torch.int32), offsets, sizes, table, t, k, tiles,
             tables, experts, EP=ep, BT=bt, BM=config.bm, B=LAID, PDL=pdl, num_warps=4,
         )  # fmt: skip
-        code.product[(tiles * -(-n // config.bn),)](
-            y, b, flat.view(torch.int32), a_scale, d, d.stride(0), table, tiles, n, k,
-            BM=config.bm, BN=config.bn, BK=config.bk, LEAST=config.least, FOUR=k % 512 == 0,
-            STAGES=config.stages, WARPS=config.warps, ASM=asm, PDL=pdl, num_warps=config.warps,
-            launch_pdl=pdl, enable_fp_fusion=False,
+        code.product[(tiles * -(-n // config.bn), split)](
+            y, b, flat.view(torch.int32), a_scale, out, out.stride(-2), table, tiles, t, n, k,
+            BM=config.bm, LEAST=config.least, BN=config.bn, BK=config.bk, FOUR=k % 512 == 0,
+            PARTS=split > 1, STAGES=config.stages, WARPS=config.warps, ASM=asm, PDL=pdl,
+            num_warps=config.warps, launch_pdl=pdl, enable_fp_fusion=False,
         )  # fmt: skip
+        if split > 1:
+            code.sum_parts[(tiles, -(-n // SUMMED))](
+                out, a_scale, d, d.stride(0), table, tiles, t, n, split, BM=config.bm, B=SUMMED,
+                PDL=pdl, num_warps=4, launch_pdl=pdl, enable_fp_fusion=False,
+            )  # fmt: skip

@@ -244,12 +244,13 @@ def test_tensors_on_two_devices_are_refused(device):
 # Experts ---------------------------------------------------------------------------------------
 
 LADDER = tuple(dict.fromkeys(text for texts in moe_family.LADDER.values() for text in texts))
+PARTS = ("m16.n64.k256.s4.w4.p4.l16", "m32.n64.k128.s3.w4.p3.l16")
 LOADS = (
     (3, 5, 2, 7), (0, 40, 0, 1), (300, 0, 0, 1), (0, 0, 0, 0), (33, 64, 65, 128), (129, 17, 16, 9),
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("config", LADDER)
+@pytest.mark.parametrize("config", [*LADDER, *PARTS])
 def test_configs_of_experts(device, config):
     """Each is exact where sums are, run after run, whatever rows experts have."""
     chosen = moe_family.Config.parse(config)

@@ -20,10 +20,10 @@ from qinductor.kernels import sgl_moe_rows_kernels
 INT32 = torch.int32
 LADDER = tuple(dict.fromkeys(text for texts in family.LADDER.values() for text in texts))
 ALL = dict([*kernels.compile_checks(), *sgl_moe_rows_kernels.compile_checks()])
-SMALL = "m16.n64.k256.w4.p3.l16"
+SMALL = "m16.n64.k256.s1.w4.p3.l16"
 FIRST = (LADDER[0], family.LADDER[family.MANY][0])
-SOME = (*(f"product {text} sm_90" for text in FIRST), "m16.n128.k256.w4.p4.l16 rows", "sm_89",
-        "sm_100", "arrange 1024 sm_90", "order", "shuffle")  # fmt: skip
+SOME = (*(f"product {text} sm_90" for text in FIRST), "m16.n128.k256.s1.w4.p4.l16 rows", "sm_89",
+        "sm_100", "arrange 1024 sm_90", "s4", "sum_parts sm_90", "order", "shuffle")  # fmt: skip
 FEW = [name for name in ALL if any(part in name for part in SOME)]
 
 
@@ -60,8 +60,9 @@ def test_products(device_code, i):
 
 @pytest.mark.parametrize(
     "config",
-    [SMALL, "m16.n128.k256.w8.p3.l16", "m32.n128.k128.w4.p3.l16", "m64.n64.k128.w4.p3.l16",
-     "m64.n128.k128.w8.p3.l64", "m128.n256.k256.w8.p3.l32"],
+    [SMALL, "m16.n128.k256.s1.w8.p3.l16", "m32.n128.k128.s1.w4.p3.l16", "m64.n64.k128.s1.w4.p3.l16",
+     "m16.n64.k256.s3.w4.p3.l16", "m32.n64.k128.s8.w4.p3.l16", "m64.n128.k128.s1.w8.p3.l64",
+     "m128.n256.k256.s1.w8.p3.l32"],
 )  # fmt: skip
 def test_configs(device_code, config):
     for counts, n, k in (((3, 0, 40), 70, 512), ((129, 17), 33, 640)):
@@ -144,7 +145,7 @@ def test_configs_are_texts():
 
 
 def test_configs_fit():
-    config = family.Config.parse("m128.n128.k256.w8.p4.l32")
+    config = family.Config.parse("m128.n128.k256.s1.w8.p4.l32")
     assert config.within(640, 1 << 20).bk == 128
     less = config.within(1024, 150 << 10)
     assert less.bk == 256 and less.stages < 4 and less.shared() <= 150 << 10
@@ -157,10 +158,20 @@ def test_the_estimate_of_shared_memory_is_none_too_small():
 
 
 def test_more_rows_have_tiles_of_more_rows():
-    chosen = [family.heuristic(rows, 32, 4096).bm for rows in (1, 32, 256, 1024, 4096, 1 << 17)]
+    counts = (1, 32, 256, 1024, 4096, 1 << 17)
+    chosen = [family.heuristic(rows, 32, 4096, 7168).bm for rows in counts]
     assert chosen == sorted(chosen) and chosen[0] == 16 and chosen[-1] == 128
-    assert family.heuristic(1, 32, 4096).bn == 64  # else few programs
-    assert family.heuristic(8, 256, 1024).bn == 64 and family.heuristic(32, 32, 8192).bn == 128
+
+
+def test_few_experts_with_rows_have_programs_for_parts_of_k():
+    for count in (32, 256, 4096):
+        assert family.heuristic(count, 32, 4096, 7168).split == 1
+    one = family.heuristic(1, 32, 4096, 7168)
+    assert one.bn == 64 and one.split == 4
+    assert family.heuristic(1, 256, 512, 7168).split == 4  # of 7 steps
+    assert family.heuristic(8, 256, 2048, 7168).split == 2
+    assert family.heuristic(1, 32, 4096, 768).split == 1
+    assert family.Config.parse("m16.n64.k256.s8.w4.p3.l16").within(768, 1 << 20).split == 3
 
 
 # Compiled --------------------------------------------------------------------------------------
@@ -197,7 +208,7 @@ def test_every_fault_is_found(field, old, new, fault):
 
 def test_memory_that_does_not_suffice_is_found():
     with pytest.raises(RuntimeError, match=r"sm_90: \d+ bytes spill"):
-        checks.held("m128.n256.k128.w8.p2.l128", 90)
+        checks.held("m128.n256.k128.s1.w8.p2.l128", 90)
     made = dataclasses.replace(checks.build(SMALL, 90), shared=1 << 20)
     assert "1048576 bytes of shared memory of 232448" in checks.faults(made, 90)
 
@@ -207,7 +218,8 @@ class Recorder:
 
     def __init__(self) -> None:
         self.calls: dict[str, Any] = {}
-        self.arrange, self.product = map(self.kernel, ("arrange", "product"))
+        names = "arrange", "product", "sum_parts"
+        self.arrange, self.product, self.sum_parts = map(self.kernel, names)
 
     def kernel(self, name: str) -> Any:
         def called(*arguments: Any, **constants: Any) -> None:
@@ -223,8 +235,9 @@ class Recorder:
 TYPES = {"*i32": INT32, "*i8": torch.int8, "*fp8e4nv": E4M3, "*fp32": torch.float32, "*bf16": BF16}
 
 
+@pytest.mark.parametrize("config", [SMALL, "m16.n64.k256.s2.w4.p3.l16"])
 @pytest.mark.parametrize(("n", "k"), [(256, 512), (256, 768)])
-def test_what_is_checked_is_what_is_launched(n, k, monkeypatch):
+def test_what_is_checked_is_what_is_launched(n, k, config, monkeypatch):
     recorder, compiled = Recorder(), {}
 
     def note(function: Any, types: Any, constants: Any, target: int, **options: Any) -> Any:
@@ -232,9 +245,12 @@ def test_what_is_checked_is_what_is_launched(n, k, monkeypatch):
         return SimpleNamespace(spills=0)
 
     monkeypatch.setattr(checks, "compiled", note)
-    launched((3, 2), n, k, SMALL, BF16, recorder)
-    checks.build(SMALL, 90, k == 512)
+    launched((3, 2), n, k, config, BF16, recorder)
+    checks.build(config, 90, k == 512)
     checks.laid(2, 90)
+    if ".s2." in config:
+        checks.summed(16, 90)
+    assert set(compiled) == set(recorder.calls)
     for name, (names, types, constants, options) in compiled.items():
         arguments, given = recorder.calls[name]
         given = {key: v for key, v in given.items() if key != "launch_pdl"}
