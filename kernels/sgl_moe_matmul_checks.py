@@ -7,6 +7,7 @@ from typing import Any
 
 from qinductor.kernels.dequant_matmul_triton_checks import loop
 from qinductor.kernels.sgl_moe_matmul_triton import LADDER, LAID, SUMMED, WIDE, Config
+from qinductor.sass import disassembled, early_writes
 from qinductor.triton_compile import Compiled, compiled
 
 Check = tuple[str, Callable[[], None]]
@@ -80,6 +81,9 @@ def faults(made: Compiled, target: int) -> str:
     products = re.findall(r"wgmma\.mma_async\S*\s*\{[^}]*\},\s*(\S)", body)
     if set(products) != {"{"}:
         found.append("W is no operand of wgmma in registers")
+    sass = disassembled(made.cubin)
+    if sass is not None and (early := early_writes(sass)).writes:
+        found.append(f"W's registers are written early: {early.writes[0]}")
     return "; ".join(dict.fromkeys(found))
 
 

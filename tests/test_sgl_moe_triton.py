@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -204,6 +205,15 @@ def test_every_fault_is_found(field, old, new, fault):
     changed = text.replace(old, new)
     assert changed != text
     assert fault in checks.faults(dataclasses.replace(made, **{field: changed}), 90)
+
+
+def test_registers_that_are_written_early_are_found(monkeypatch):
+    made, sass = checks.build(SMALL, 90), checks.disassembled
+    if sass(made.cubin) is None:
+        pytest.skip("this Triton has no nvdisasm")
+    kept = re.compile(r"(WARPGROUP\.DEPBAR\.LE gsb0, 0x)0")
+    monkeypatch.setattr(checks, "disassembled", lambda cubin: kept.sub(r"\g<1>1", sass(cubin)))
+    assert "W's registers are written early" in checks.faults(made, 90)
 
 
 def test_memory_that_does_not_suffice_is_found():
