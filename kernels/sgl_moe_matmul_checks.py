@@ -26,7 +26,7 @@ def checks() -> Iterator[Check]:
             yield f"moe product {text} sm_{target}", partial(held, text, target)
     yield f"moe product {PARTS} sm_90", partial(held, PARTS, 90)
     for target in (89, 90, 100):
-        for experts in (32, 1024):
+        for experts in (32, 64, 1024):
             yield f"moe arrange {experts} sm_{target}", partial(laid, experts, target)
         yield f"moe sum_parts sm_{target}", partial(summed, 16, target)
 

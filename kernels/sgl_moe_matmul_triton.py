@@ -19,7 +19,7 @@ LEAST = (8, 9)  # compute capability that has float8
 LAID = 32  # groups of 128 columns that a program lays out
 FILLED = 2 * 132  # programs that an H200's multiprocessors want
 SUMMED = 256  # columns of a program that adds parts up
-WIDE = 8192  # comparisons of a program that writes the table
+WIDE = 4096  # comparisons of a program that writes the table
 
 
 @dataclasses.dataclass(frozen=True)
