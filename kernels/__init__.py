@@ -9,6 +9,7 @@ import importlib
 from typing import Any
 
 _QUANTIZE, _MATMUL = "qinductor.kernels.sgl_quantize", "qinductor.kernels.sgl_matmul"
+_ROWS = "qinductor.kernels.sgl_moe_rows"
 # name -> module that has it
 _FUNCTIONS = {
     "sgl_per_token_group_quant_8bit": _QUANTIZE,
@@ -21,6 +22,9 @@ _FUNCTIONS = {
     "fp8_blockwise_scaled_mm": _MATMUL,
     "bmm_fp8": "qinductor.kernels.sgl_batched",
     "fp8_gemm_nt": "qinductor.kernels.sgl_gemm_nt",
+    "shuffle_rows": _ROWS,
+    "get_cutlass_w4a8_moe_mm_data": _ROWS,
+    "cutlass_w4a8_moe_mm": "qinductor.kernels.sgl_moe_matmul",
 }
 
 

@@ -17,7 +17,7 @@ from torch.nn.functional import linear
 
 from qinductor.kernels import fragments
 from qinductor.kernels.dequant_matmul import DEQUANT_MATMUL, DequantMatmul, cost
-from qinductor.kernels.dequant_matmul_triton_form import Packed, device_form, widths
+from qinductor.kernels.dequant_matmul_triton_form import NARROW, Packed, device_form, widths
 from qinductor.rates import BANDWIDTH, RATE
 
 WORKSPACE = 512 << 20  # bytes of dense W at once
@@ -110,7 +110,8 @@ class MMA(Packed):
         packed: Sequence[torch.Tensor],
         config: str | None = None,
     ) -> torch.Tensor:
-        chosen = Config.parse(config or self.configs(contract, x.shape[-2])[0])
+        experts, m = x.shape[0] if x.dim() == 3 else 1, x.shape[-2]
+        chosen = Config.parse(config) if config else heuristic(contract, m, experts)
         return launch(contract, x, self._named(contract, packed), chosen)
 
     batched = run  # x[E, M, K] times stacked weights
@@ -124,8 +125,7 @@ class MMA(Packed):
         config: str | None = None,
     ) -> torch.Tensor:
         """x[T, K] of rows sorted by expert times stacked weights: [T, N]."""
-        mean = -(-x.shape[0] // offsets.shape[0])
-        chosen = Config.parse(config or self.configs(contract, mean)[0])
+        chosen = Config.parse(config) if config else of_groups(contract, x, offsets)
         return launch(contract, x, self._named(contract, packed), chosen, offsets)
 
 
@@ -150,27 +150,27 @@ def launch(
     batch = x.shape[0] if x.dim() == 3 else 1
     m = x.shape[-2]
     n, k = fragments.padded(w.n, w.k, widths(w))
-    tiles = -(-m // config.bm) + (min(experts, m) if experts else 0)
-    # Rows past the last offset belong to no expert.
-    out = x.new_zeros(shape) if experts else x.new_empty(shape)
+    grid = -(-m // config.bm), -(-w.n // config.bn)
+    if experts:  # one more than can be: with rows past the last offset, which are 0
+        grid = (grid[0] + min(experts + 1, m)) * grid[1], 1
+    out = x.new_empty(shape)
     bk = min(config.bk, k & -k)  # a config of another K may be
     split = min(config.split, -(-w.k // bk))
     if experts and {"output_scale", "bias"} & set(given):
         split = 1  # `sum_parts` does not know whose a row is
     parts = out if split == 1 else x.new_empty((split, *shape), dtype=torch.float32)
-    if split > 1 and experts:
-        parts.zero_()
     epilogue = given.get("output_scale", x), given.get("bias", x)
     form = device_form(contract)
     asm = not type(code.product).__name__.startswith("Interpreted")
     pdl = x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
     with torch.cuda.device_of(x):
-        code.product[(tiles, -(-w.n // config.bn), split * batch)](
+        code.product[(*grid, split * batch)](
             x, x.stride(-2), *_packed(contract, given, x), *epilogue,
             x if offsets is None else offsets, parts, m, w.n, w.k, n // 64, k, split,
-            F=form, E=experts, EP=1 << (experts - 1).bit_length() if experts else 0,
+            F=form, E=experts, EP=1 << experts.bit_length() if experts else 0,
             BM=config.bm, BN=config.bn, BK=bk, PARTS=split > 1, STAGES=config.stages,
             EVEN_K=w.k % bk == 0, PDL=pdl, ASM=asm, num_warps=config.warps,
+            maxnreg=registers(contract, config, experts > 0),
             enable_fp_fusion=False,  # every operation rounds as the graph's did
         )  # fmt: skip
         if split > 1:
@@ -180,6 +180,16 @@ def launch(
                 num_warps=4, launch_pdl=pdl, enable_fp_fusion=False,
             )  # fmt: skip
     return out
+
+
+def registers(contract: DequantMatmul, config: Config, grouped: bool) -> int | None:
+    """The most registers of a thread, where ptxas would take so many for a tile of sorted rows that
+    fewer programs fit a multiprocessor, and 128 do: plain products then take 116 and 124."""
+    w = contract.weight
+    plain = w.bits == 4 and w.table is None and w.arithmetic == "q*s" and w.compute in NARROW
+    few = config.bm == 16 and config.bn * config.bk <= 32 * config.warps * 128
+    many = config.warps == 8 and config.bn * config.bm <= 128 * 128 and config.bk == 64
+    return 128 if grouped and plain and (few or many) else None
 
 
 def _packed(
@@ -218,14 +228,22 @@ def candidates(contract: DequantMatmul, m: int) -> tuple[str, ...]:
     return tuple(found)
 
 
-def heuristic(contract: DequantMatmul, m: int) -> Config:
-    """A config for m rows, as an H200 preferred for int4 of three shapes."""
+def of_groups(contract: DequantMatmul, x: torch.Tensor, offsets: torch.Tensor) -> Config:
+    """A config for rows sorted by expert, of which only the number in all is known."""
+    rows, experts = x.shape[0], offsets.shape[0]
+    return heuristic(contract, -(-rows // experts), min(rows, experts))
+
+
+def heuristic(contract: DequantMatmul, m: int, experts: int = 1) -> Config:
+    """A config for m rows of each expert, as an H200 preferred for int4 of three shapes."""
     w = contract.weight
     bk = max(64 if m > 64 else 128, 256 // min(widths(w)))
     bm = next((b for b in (16, 32, 64) if m <= b), 128)
-    narrow = m <= 64 and (w.n < 8192 or w.table is not None and bm == 64)  # addresses of entries
+    narrow = m <= 64 and (
+        w.n * experts < 8192 or w.table is not None and bm == 64
+    )  # addresses of entries
     bn = 64 if narrow else 128
-    programs = -(-m // bm) * -(-w.n // bn)
+    programs = -(-m // bm) * -(-w.n // bn) * experts
     split = 1
     # Parts of 8 steps or more; fewer where multiprocessors would have nothing to do.
     while split < 8 and programs * split < (900 if bm <= 32 else 200):
@@ -304,8 +322,7 @@ class DequantCublas(Packed):
         # Elsewhere torch reads the offsets on the host.
         waits = x.is_cuda and torch.cuda.get_device_capability(x.device)[0] not in (9, 10)
         if waits or not (aligned and fits) or {"bias", "output_scale"} & set(given):
-            mean = -(-x.shape[0] // offsets.shape[0])
-            return launch(contract, x, given, heuristic(contract, mean), offsets)
+            return launch(contract, x, given, of_groups(contract, x, offsets), offsets)
         x = reordered(x, given.get("order"), offsets).contiguous()
         wide = dense(contract, given, 0, w.n, offsets.shape[0])
         out = torch._grouped_mm(x, wide.mT, offs=offsets)

@@ -8,7 +8,13 @@ from typing import Any
 import torch
 
 from qinductor.kernels.dequant_matmul import BF16, FP16, FP32, NVFP4, DequantMatmul, case
-from qinductor.kernels.dequant_matmul_triton import MMA, Config, heuristic, written_by
+from qinductor.kernels.dequant_matmul_triton import (
+    MMA,
+    Config,
+    heuristic,
+    registers,
+    written_by,
+)
 from qinductor.kernels.dequant_matmul_triton_form import device_form
 from qinductor.triton_compile import Compiled, compiled
 
@@ -43,6 +49,14 @@ def products() -> Iterator[Check]:
             contract = FORMATS[name].contract
             yield _product(name, contract, str(heuristic(contract, 1)), target)
     yield _product("int4 parts", FORMATS["int4"].contract, "m32.n64.k256.s4.w4.p3", 90)
+    for config in (
+        "m16.n128.k128.s1.w4.p3",
+        "m32.n128.k256.s1.w4.p3",
+        "m64.n128.k128.s1.w8.p3",
+        "m128.n128.k64.s1.w8.p4",
+    ):
+        grouped = partial(held, "product", FORMATS["int4"].contract, 90, config, grouped=True)
+        yield f"product of groups {config} sm_90", grouped
     for target in (80, 90, 100):
         grouped = partial(held, "product", FORMATS["uint4 zero"].contract, target, grouped=True)
         yield f"product of groups sm_{target}", grouped
@@ -108,12 +122,15 @@ def build(
     constants = {
         "F": device_form(contract), "ASM": asm, "PDL": target >= 90, "PARTS": parts, "BK": bk,
         "BM": chosen.bm, "BN": chosen.bn if kernel == "product" else 64, "B": 256,
-        "STAGES": chosen.stages, "EVEN_K": True, "E": 8 if grouped else 0, "EP": 8 * grouped,
+        "STAGES": chosen.stages, "EVEN_K": True, "E": 8 if grouped else 0, "EP": 16 * grouped,
     }  # fmt: skip
     function = getattr(kernels, kernel)
     taken = {name: value for name, value in constants.items() if name in function.arg_names}
     warps = {"product": chosen.warps, "dequantise": written, "sum_parts": 4}[kernel]
-    return compiled(function, arguments, taken, target, num_warps=warps, enable_fp_fusion=False)
+    options: dict[str, Any] = {"num_warps": warps, "enable_fp_fusion": False}
+    if kernel == "product":
+        options["maxnreg"] = registers(contract, chosen, grouped)
+    return compiled(function, arguments, taken, target, **options)
 
 
 def spilled(made: Compiled, target: int) -> str:

@@ -84,46 +84,39 @@ def _finished(acc, scale_ptr, bias_ptr, at, mask, F: tl.constexpr):
 
 
 @triton.jit
-def _expert(offsets_ptr, tile, T, E: tl.constexpr, EP: tl.constexpr, BM: tl.constexpr):
-    """(expert, its first row in this tile, where its rows end) of a tile of sorted rows; past the
-    last tile the expert is E."""
+def _expert(offsets_ptr, place, T, E: tl.constexpr, EP: tl.constexpr, BM: tl.constexpr):
+    """(expert, first row of its tile, where its rows end, tile of columns) of a program among those
+    of all tiles of sorted rows, then of the next columns. Rows past the last offset are expert
+    E's. Programs that are too many come last, with columns that are too."""
     i = tl.arange(0, EP)
     end = tl.load(offsets_ptr + i, mask=i < E, other=0)
     start = tl.load(offsets_ptr + i - 1, mask=(i > 0) & (i < E), other=0)
     # tl.clamp takes no integers before Triton 3.9.
     start, end = tl.minimum(tl.maximum(start, 0), T), tl.minimum(tl.maximum(end, 0), T)
-    tiles = tl.where((i < E) & (end > start), (end - start + BM - 1) // BM, 0)
+    start, end = tl.where(i == E, tl.max(end, 0), start), tl.where(i == E, T, end)
+    tiles = tl.where((i <= E) & (end > start), (end - start + BM - 1) // BM, 0)
     upto = tl.cumsum(tiles, 0)
-    expert = tl.sum((upto <= tile).to(tl.int32), 0)
-    here = i == expert
+    count = tl.maximum(tl.max(upto, 0), 1)
+    tile = place % count
+    here = i == tl.sum((upto <= tile).to(tl.int32), 0)
     first = tl.sum(tl.where(here, start + (tile - upto + tiles) * BM, 0), 0)
-    return tl.where(tile < tl.max(upto, 0), expert, E), first, tl.sum(tl.where(here, end, 0), 0)
+    expert, end = tl.sum(tl.where(here, i, 0), 0), tl.sum(tl.where(here, end, 0), 0)
+    return expert, first, end, place // count
 
 
-@triton.jit(do_not_specialize=["M", "split"])
-def product(
-    x_ptr, x_stride, q0_ptr, q1_ptr, q2_ptr, s_ptr, z_ptr, t_ptr, table_ptr, scale_ptr, bias_ptr,
-    offsets_ptr, out_ptr, M, N, K, N64, KP, split, F: tl.constexpr, E: tl.constexpr,
-    EP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr,
-    STAGES: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr, ASM: tl.constexpr,
+@triton.jit
+def _tile(
+    pointers, sizes, expert, base, first, end, row, part, split, F: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr,
+    STAGES: tl.constexpr, EVEN_K: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """out[M, N] = x . W^T, of E experts [E, M, N] each its own, or with rows sorted by expert where
-    EP > 0. Programs: tiles of x's rows, of W's rows, and experts x `split` parts of K; where
-    PARTS is set the fp32 sums go to out[split, ...] for `sum_parts`."""
-    if PARTS and PDL:
-        gdc_launch_dependents()
-    tile, row = tl.program_id(0), tl.program_id(1) * BN
-    part, expert = tl.program_id(2) % split, tl.program_id(2) // split
-    first, end = tile * BM, M
-    if EP > 0:
-        expert, first, end = _expert(offsets_ptr, tile, M, E, EP, BM)
-        if expert >= E:
-            return
+    """The product of rows `first` to `end`, at most BM, of the expert's x, that begins at `base`,
+    with rows of its W from `row` on."""
+    x_ptr, q0_ptr, q1_ptr, q2_ptr, s_ptr, z_ptr, t_ptr, table_ptr = pointers[:8]
+    scale_ptr, bias_ptr, out_ptr = pointers[8:]
+    x_stride, rows, N, K, N64, KP = sizes
     R: tl.constexpr = BN // 64
     m = first + tl.arange(0, BM)
-    base = first * 0
-    if EP == 0:
-        base = expert * M
     x_rows = x_ptr + (base + m).to(tl.int64)[:, None] * x_stride
     s, z, t = _rows(s_ptr, z_ptr, t_ptr, expert, row, N64, F, BN)
     steps = tl.cdiv(K, BK)
@@ -153,8 +146,76 @@ def product(
         acc = _finished(acc, scale_ptr, bias_ptr, at_expert, n[:, None] < N, F)
         tl.store(out_ptr + at, acc, mask=mask)
     else:
-        rows = M if EP > 0 else M * (tl.num_programs(2) // split)
         tl.store(out_ptr + part.to(tl.int64) * rows * N + at, acc, mask=mask)
+
+
+@triton.jit
+def _halved(
+    pointers, sizes, expert, base, first, end, row, part, split, F: tl.constexpr,
+    BM: tl.constexpr, LEAST: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    PARTS: tl.constexpr, STAGES: tl.constexpr, EVEN_K: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """`_tile` of BM rows, or of a half or a quarter of that if it holds them, of LEAST or more."""
+    if BM > LEAST:
+        if end - first <= BM // 2:
+            _halved(
+                pointers, sizes, expert, base, first, end, row, part, split, F, BM // 2, LEAST,
+                BN, BK, PARTS, STAGES, EVEN_K, ASM,
+            )  # fmt: skip
+        else:
+            _tile(
+                pointers, sizes, expert, base, first, end, row, part, split, F, BM, BN, BK,
+                PARTS, STAGES, EVEN_K, ASM,
+            )  # fmt: skip
+    else:
+        _tile(
+            pointers, sizes, expert, base, first, end, row, part, split, F, BM, BN, BK, PARTS,
+            STAGES, EVEN_K, ASM,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["M", "split"])
+def product(
+    x_ptr, x_stride, q0_ptr, q1_ptr, q2_ptr, s_ptr, z_ptr, t_ptr, table_ptr, scale_ptr, bias_ptr,
+    offsets_ptr, out_ptr, M, N, K, N64, KP, split, F: tl.constexpr, E: tl.constexpr,
+    EP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr,
+    STAGES: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """out[M, N] = x . W^T, of E experts [E, M, N] each its own, or with rows sorted by expert where
+    EP > 0. Programs: tiles of x's rows, of W's rows, and experts x `split` parts of K; where
+    PARTS is set the fp32 sums go to out[split, ...] for `sum_parts`."""
+    if PARTS and PDL:
+        gdc_launch_dependents()
+    part, expert = tl.program_id(2) % split, tl.program_id(2) // split
+    pointers = (
+        x_ptr, q0_ptr, q1_ptr, q2_ptr, s_ptr, z_ptr, t_ptr, table_ptr, scale_ptr, bias_ptr,
+        out_ptr,
+    )  # fmt: skip
+    if EP > 0:
+        expert, first, end, column = _expert(offsets_ptr, tl.program_id(0), M, E, EP, BM)
+        row = column * BN
+        if row >= N:
+            return
+        end = tl.minimum(end, first + BM)
+        if expert < E:
+            sizes = (x_stride, M, N, K, N64, KP)
+            LEAST: tl.constexpr = BM // 4 if BM > 64 else 16
+            _halved(
+                pointers, sizes, expert, 0, first, end, row, part, split, F, BM, LEAST, BN, BK,
+                PARTS, STAGES, EVEN_K, ASM,
+            )  # fmt: skip
+        else:
+            m, n = first + tl.arange(0, BM), row + tl.arange(0, BN)
+            at = (part.to(tl.int64) * M + m)[:, None] * N + n[None, :]
+            none = tl.zeros((BM, BN), out_ptr.dtype.element_ty)
+            tl.store(out_ptr + at, none, mask=(m < end)[:, None] & (n < N)[None, :])
+    else:
+        row, base = tl.program_id(1) * BN, expert * M
+        sizes = (x_stride, M * (tl.num_programs(2) // split), N, K, N64, KP)
+        _tile(
+            pointers, sizes, expert, base, tl.program_id(0) * BM, M, row, part, split, F, BM, BN,
+            BK, PARTS, STAGES, EVEN_K, ASM,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows", "M", "split"])

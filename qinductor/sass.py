@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 _LABEL = re.compile(r"\s*(\.L_x_\w+):")
 _LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?(\S+)\s*(.*?);")
+_PRODUCTS = ("HGMMA", "QGMMA", "IGMMA")  # wgmma of 16-bit floats, of float8, of integers
 _LEFT = re.compile(r"R\d+, R(\d+), gdesc")  # of a wgmma: sums, left operand, right one
 _WRITTEN = re.compile(r"(?:P\w+, )?R(\d+)\b")
 # What a first register is read by: stores, barriers, branches, comparisons, moves to uniform ones.
@@ -57,7 +58,7 @@ def early_writes(sass: str) -> Early:
     open_: dict[int, str] = {}  # of the group that is not yet closed
     left, found = 0, []
     for line in _unrolled(lines, labels):
-        if line.operation.startswith("HGMMA"):
+        if line.operation.startswith(_PRODUCTS):
             if operand := _LEFT.match(line.operands):
                 left += 1
                 open_.update({int(operand[1]) + i: line.address for i in range(4)})
@@ -96,7 +97,7 @@ def _unrolled(lines: list[Line], labels: dict[str, int]) -> list[Line]:
         if line.operation != "BRA" or target is None:
             continue
         body = lines[labels.get(target[1], i + 1) : i + 1]
-        if any(each.operation.startswith("HGMMA") for each in body):
+        if any(each.operation.startswith(_PRODUCTS) for each in body):
             order += body * 3
     return order
 

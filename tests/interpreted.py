@@ -23,6 +23,8 @@ _MODULES = {
     "dequant_matmul_triton": ("dequant_matmul_triton_decode", "dequant_matmul_triton_kernels"),
     "quantize_triton": ("quantize_triton_numbers", "quantize_triton_kernels"),
     "scaled_matmul_triton": ("scaled_matmul_triton_kernels",),
+    "sgl_moe_matmul_triton": ("sgl_moe_matmul_kernels",),
+    "sgl_moe_rows": ("sgl_moe_rows_kernels",),
 }
 _DTYPES = {
     tl.bfloat16: torch.bfloat16,

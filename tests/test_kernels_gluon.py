@@ -259,7 +259,7 @@ def test_compiles_without_spills_and_without_early_writes(name, compile_one):
 LOOP = """
 .L_x_1:
         /*0100*/                   LDS.128 R{loaded}, [R2] ;
-        /*0110*/                   HGMMA.64x64x16.F32.BF16 R24, R8, gdesc[UR4], R24, gsb0 ;
+        /*0110*/                   {product} R24, R8, gdesc[UR4], R24, gsb0 ;
         /*0120*/                   WARPGROUP.DEPBAR.LE gsb0, {kept} ;
         /*0130*/               @P0 BRA `(.L_x_1) ;
         /*0140*/                   STS [R8], R9 ;
@@ -270,8 +270,9 @@ LOOP = """
     ("loaded", "kept", "early"),
     [(8, "0x0", 0), (8, "0x1", 1), (6, "0x1", 1), (11, "0x1", 1), (12, "0x1", 0), (4, "0x1", 0)],
 )
-def test_a_register_that_is_written_early(loaded, kept, early):
-    found = early_writes(LOOP.format(loaded=loaded, kept=kept))
+@pytest.mark.parametrize("product", ["HGMMA.64x64x16.F32.BF16", "QGMMA.64x64x32.F32.E4M3.E4M3"])
+def test_a_register_that_is_written_early(loaded, kept, early, product):
+    found = early_writes(LOOP.format(loaded=loaded, kept=kept, product=product))
     assert found.left and len(found.writes) == early, found
     assert all("0100 LDS.128" in write and "read by 0110" in write for write in found.writes)
 

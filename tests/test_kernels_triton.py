@@ -173,14 +173,16 @@ def test_bmm(chosen, route):
     assert not difference(out, ops.dequant_bmm(turned.contiguous(), tensors, *texts))
 
 
-SIZES = ((3, 5, 2, 7), (0, 4, 0, 1), (40, 0, 0, 1), (0, 0, 0, 0), (0, 1, 33, 0))
+SIZES = ((3, 5, 2, 7), (0, 4, 0, 1), (40, 0, 0, 1), (0, 0, 0, 0), (0, 1, 33, 0), (70, 20, 9, 33))
+# Tiles of more than 16 rows are halved where an expert has few.
+ROUTES = [CONFIGS[0], "m32.n64.k256.s3.w4.p2", "m64.n64.k256.s2.w4.p2", "m128.n64.k256.s1.w8.p2"]
 
 
 @stacked
-@pytest.mark.parametrize("route", ["triton.mma@" + CONFIGS[0], "triton.mma@m32.n64.k256.s3.w4.p2"])
+@pytest.mark.parametrize("route", ["triton.mma@" + config for config in ROUTES])
 def test_grouped(chosen, route):
     tensors, texts, alone = experts(chosen, route)
-    for sizes, past in zip(SIZES, (0, 3, 20, 2, 1), strict=True):
+    for sizes, past in zip(SIZES, (0, 3, 20, 2, 1, 0), strict=True):
         grouped(chosen, sizes[: chosen.contract.experts], past, tensors, texts, alone)
     empty = rows(chosen, 0)
     ends = torch.zeros(chosen.contract.experts, dtype=torch.int32)

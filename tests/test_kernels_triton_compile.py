@@ -33,6 +33,16 @@ def test_compiled(name):
     ALL[name]()
 
 
+@pytest.mark.parametrize("config", ["m16.n128.k128.s1.w4.p3", "m128.n128.k64.s1.w8.p4"])
+def test_four_programs_of_four_warps_fit_with_rows_of_experts(config):
+    """Or two of eight. Where a format takes more registers, nothing is asked of it."""
+    chosen, contract = family.Config.parse(config), checks.FORMATS["int4"].contract
+    assert family.registers(contract, chosen, False) is None
+    assert family.registers(checks.FORMATS["nvfp4"].contract, chosen, True) is None
+    assert family.registers(contract, chosen, True) == 128
+    assert checks.build("product", contract, 90, config, grouped=True).registers <= 128
+
+
 def test_a_product_that_is_not_waited_for_is_found():
     """Without the use of the sums Triton writes W's registers while the product reads them."""
     contract = checks.FORMATS["int4"].contract

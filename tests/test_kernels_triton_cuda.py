@@ -132,7 +132,12 @@ def test_two_streams_at_once(route):
 # Experts --------------------------------------------------------------------------------------
 
 stacked = pytest.mark.parametrize("chosen", STACKED, ids=lambda chosen: chosen.name)
-EXPERT_ROUTES = (CUBLAS, "triton.mma@" + CONFIGS[0], "triton.mma@m32.n64.k256.s3.w4.p2")
+EXPERT_ROUTES = (
+    CUBLAS,
+    "triton.mma@" + CONFIGS[0],
+    "triton.mma@m32.n64.k256.s3.w4.p2",
+    "triton.mma@m64.n128.k256.s1.w8.p2",
+)
 by_route = pytest.mark.parametrize("route", EXPERT_ROUTES)
 SIZES = ((3, 5, 2, 7), (0, 4, 0, 1), (300, 0, 0, 1), (0, 0, 0, 0), (0, 1, 90, 0), (70, 20, 80, 9))
 

@@ -17,6 +17,7 @@ from qinductor.kernels.dequant_matmul_triton import (
     Config,
     candidates,
     heuristic,
+    of_groups,
     widths,
 )
 from qinductor.op import GRID, INFINITE, Plan, nbytes, single
@@ -172,6 +173,18 @@ def test_few_rows_get_small_tiles_and_parts_fill_the_device():
     tiles = [heuristic(contract, m).bm for m in (1, 16, 17, 32, 33, 64, 65, 8192)]
     assert tiles == [16, 16, 32, 32, 64, 64, 128, 128]
     assert heuristic(contract, 1).split > 1 == heuristic(contract, 8192).split
+
+
+def test_experts_fill_the_device_without_parts():
+    """Sums of parts of all experts' rows would be written and read again for nothing."""
+    contract = case("int4", 1, 4096, 7168, 1, 128).contract
+    for rows in (32, 256, 1024, 4096):
+        x, ends = torch.empty(rows, 7168), torch.empty(32)
+        assert of_groups(contract, x, ends) == heuristic(contract, rows // 32, 32)
+        assert heuristic(contract, rows // 32, 32).split == 1
+        assert heuristic(contract, rows // 32, 32).bn == 128
+    few = of_groups(contract, torch.empty(2, 7168), ends)  # of two experts
+    assert few == heuristic(contract, 1, 2) and few.split > 1
 
 
 def test_a_config_that_is_no_config_is_an_error():

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import test_sgl_matmul as matmul
+import test_sgl_moe as moe
 import test_sgl_quantize as quantize
 import torch
 from sgl import (
@@ -22,12 +23,14 @@ from sgl import (
 )
 
 import qinductor.kernels as sgl_kernel
+from qinductor.kernels import sgl_moe_matmul_triton as moe_family
+from qinductor.kernels import sgl_moe_rows as moe_rows
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU to run")
 TOKENS = (1, 4, 16, 64, 127, 128, 512, 1024, 4096, 8192)
 HIDDEN = (512, 1024, 1536, 2048, 4096, 7168, 16384)
 
-for _module in (matmul, quantize):  # every test that asks for a device
+for _module in (matmul, quantize, moe):  # every test that asks for a device
     for _name, _test in list(vars(_module).items()):
         if _name.startswith("test_") and "device" in inspect.signature(_test).parameters:
             globals()[f"{_name}_{_module.__name__[9:]}"] = _test
@@ -236,3 +239,95 @@ def test_tensors_on_two_devices_are_refused(device):
     w = torch.zeros(128, 128).to(E4M3).t()
     with pytest.raises(RuntimeError, match=near):
         sgl_kernel.fp8_scaled_mm(a, w, s.to(device), s[:1], BF16)
+
+
+# Experts ---------------------------------------------------------------------------------------
+
+LADDER = tuple(dict.fromkeys(text for texts in moe_family.LADDER.values() for text in texts))
+PARTS = ("m16.n64.k256.s4.w4.p4.l16", "m32.n64.k128.s3.w4.p3.l16")
+LOADS = (
+    (3, 5, 2, 7), (0, 40, 0, 1), (300, 0, 0, 1), (0, 0, 0, 0), (33, 64, 65, 128), (129, 17, 16, 9),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("config", [*LADDER, *PARTS])
+def test_configs_of_experts(device, config):
+    """Each is exact where sums are, run after run, whatever rows experts have."""
+    chosen = moe_family.Config.parse(config)
+    for n, k in ((256, 1024), (130, 768), (70, 640)):
+        weights = moe.layer(4, n, k, device)
+        b, scales = moe.bytes_of(weights[0]), moe.stored(weights[1])
+        for counts in LOADS:
+            a = moe.small(sum(counts) + 2, k, device)
+            want = moe.wanted(a, weights, -0.5, counts, BF16)
+            offsets, problems = moe.sizes(counts, n, k, device)
+            for _ in range(5):
+                d = torch.full_like(want, 77)
+                scale = torch.tensor([-0.5], device=device)
+                moe_family.launch(d, a, b, scale, scales, offsets, problems, chosen)
+                hold_equal(d, want, f"{counts} {n} {k}")
+
+
+@pytest.mark.parametrize("shape", [(7168, 2048), (2048, 7168)], ids=str)
+def test_models_of_experts(device, shape):
+    """Sums do not differ from run to run."""
+    n, k = shape
+    weights = moe.layer(8, n, k, device, exact=False)
+    for counts in ((1,) * 8, (0, 9, 0, 0, 3, 20, 0, 0), (64,) * 8, (500, 20, 0, 1, 70, 7, 0, 100)):
+        a = torch.randn(sum(counts), k, device=device).to(E4M3)
+        found = moe.call(a, weights, 0.02, counts)
+        want = moe.wanted(a, weights, 0.02, counts, BF16)
+        assert matmul.distance(found, want) < 1e-4
+        for _ in range(5):
+            assert same(moe.call(a, weights, 0.02, counts), found)
+
+
+@pytest.mark.parametrize("experts", [8, 257, 1024])
+def test_data_of_many_entries(device, experts):
+    for shape in ((32768, 8), (131072, 8), (5000, 6)):
+        ids = torch.randint(-1, experts + 1, shape, dtype=torch.int32, device=device)
+        found, want = (moe.empty_data(ids.numel(), experts, device) for _ in range(2))
+        sgl_kernel.get_cutlass_w4a8_moe_mm_data(ids, *found, experts, 2048, 7168)
+        moe_rows.data(ids, tuple(want), experts, 2048, 7168)
+        for ours, theirs in zip(found, want, strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def test_experts_captured_and_replayed_with_other_ids(device):
+    model = moe.Experts(8, 1024, 512, device)
+    x, ids, weights = moe.tokens(40, 8, 1024, device)
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        model(x, ids, weights)
+    torch.cuda.current_stream().wait_stream(stream)
+    with torch.cuda.graph(graph):
+        out = model(x, ids, weights)
+    one = torch.zeros_like(ids)
+    for routed in (ids.clone(), ids.flip(0), one, one - 1, torch.randint_like(ids, 8), one + 7):
+        ids.copy_(routed)
+        x.copy_(torch.randn_like(x))
+        graph.replay()
+        assert same(out, model(x, ids, weights))
+        want = model.formula(x, ids, weights)
+        assert (out.float() - want).norm() <= 0.03 * want.norm()
+
+
+def test_no_call_of_experts_waits_for_the_device(device):
+    model = moe.Experts(8, 1024, 512, device)
+    given = moe.tokens(40, 8, 1024, device)
+    model(*given)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        model(*given)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_gpu_without_float8_is_refused(device, monkeypatch):
+    monkeypatch.setattr(moe_family, "_capability", lambda device: (8, 0))
+    moe_family.missing.cache_clear()
+    weights = moe.layer(2, 32, 256, device)
+    with pytest.raises(RuntimeError, match=r"capability 8\.0; wanted 8\.9, which has float8"):
+        moe.call(moe.small(3, 256, device), weights, 1.0, (1, 2))
+    moe_family.missing.cache_clear()

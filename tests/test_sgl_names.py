@@ -11,15 +11,18 @@ import qinductor.kernels as sgl_kernel
 ROOT = Path(__file__).parents[1]
 NAMES = (
     "bmm_fp8",
+    "cutlass_w4a8_moe_mm",
     "fp8_blockwise_scaled_mm",
     "fp8_gemm_nt",
     "fp8_scaled_mm",
+    "get_cutlass_w4a8_moe_mm_data",
     "int8_scaled_mm",
     "sgl_per_tensor_quant_fp8",
     "sgl_per_token_group_quant_8bit",
     "sgl_per_token_group_quant_fp8",
     "sgl_per_token_group_quant_int8",
     "sgl_per_token_quant_fp8",
+    "shuffle_rows",
 )
 LAZY = """
 import sys
