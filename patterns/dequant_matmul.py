@@ -103,9 +103,9 @@ class DequantMatmulPattern:
     def candidates(self, graph: Graph, scope: Scope) -> Iterator[Node]:
         """Products one operand of which is made from stored codes, or quantised in place."""
         spell_out(graph)
-        for node, i, stack, ids in list(gathers(graph)):
-            if is_quantized(stack, scope) and behind(ids, scope)[1]:
-                gather_last(node, i)
+        for found in list(gathers(graph)):
+            if is_quantized(found.stack, scope) and behind(found.ids, scope)[1]:
+                gather_last(found)
         for node in graph.nodes:
             if self._is_site(node, scope):
                 yield node

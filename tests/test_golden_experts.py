@@ -294,6 +294,52 @@ def test_chosen_experts_are_as_accurate_as_eager(product, kind, dynamic):
         torch.testing.assert_close(served(x[:3], other), holder(x[:3], other), rtol=0.02, atol=0.02)
 
 
+def rows_of_each(m: Holder, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """[B, E', N] of x[B, K] and every chosen weight of its token."""
+    return torch.einsum("benk,bk->ben", m.dequantise(m)[ids], x)
+
+
+def columns_of_each(m: Holder, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """The same, as columns of a product."""
+    w = m.dequantise(m).mT[ids].permute(0, 2, 1, 3).flatten(2)
+    return torch.bmm(x[:, None], w).view(len(x), -1, N)
+
+
+def each_of_its_own(m: Holder, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """[B, E', N] of x[B, E', K]."""
+    return torch.einsum("benk,bek->ben", m.dequantise(m)[ids], x)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("kind", ["int4", "float8"])
+@pytest.mark.parametrize("product", [rows_of_each, columns_of_each, each_of_its_own])
+def test_tokens_that_choose_several_experts(product, kind, dynamic):
+    torch._dynamo.reset()
+    holder = choosing(product, kind)()
+    served = torch.compile(holder, backend="qinductor", dynamic=dynamic)
+    for tokens in (5, 3):
+        ids = torch.randint(0, E, (tokens, 2))
+        shape = (tokens, 2, K) if product is each_of_its_own else (tokens, K)
+        x = Random(2).normal(*shape)
+        with torch.no_grad():
+            ours, eager = served(x, ids), holder(x, ids)
+        assert ours.stride() == eager.stride()
+        torch.testing.assert_close(ours, eager, rtol=0.02, atol=0.03)
+        assert qinductor.last_report().lowered == 1
+
+
+def added_up(m: Holder, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Products of all chosen weights of a token, added up by the product itself."""
+    w = m.dequantise(m)[ids].permute(0, 2, 1, 3).flatten(2)  # [B, N, E' K]
+    return torch.bmm(w, x.repeat(1, 2)[..., None])
+
+
+def test_products_that_are_added_up_are_refused():
+    found = rewritten(choosing(added_up), Random(2).normal(5, K), torch.randint(0, E, (5, 2)))
+    assert [site.lowered for site in found.report.sites] in ([False], [])
+    assert "dequant" not in found.after
+
+
 def test_constant_choices_are_a_part_of_the_weight():
     def chosen(m: Holder, x: torch.Tensor) -> torch.Tensor:
         return torch.bmm(x, m.dequantise(m)[m.ids].mT)
