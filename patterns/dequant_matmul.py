@@ -26,6 +26,7 @@ from qinductor.errors import Refused
 from qinductor.kernels.dequant_matmul import DEQUANT_MATMUL, DequantMatmul, Operands
 from qinductor.pattern import Lowering, Planner
 from qinductor.patterns.constants import check_constant
+from qinductor.patterns.gathered_codes import choose_last, undo
 from qinductor.patterns.gathers import gather_last, gathers
 from qinductor.patterns.products import (
     ANCHORS,
@@ -103,6 +104,7 @@ class DequantMatmulPattern:
     def candidates(self, graph: Graph, scope: Scope) -> Iterator[Node]:
         """Products one operand of which is made from stored codes, or quantised in place."""
         spell_out(graph)
+        choose_last(graph, scope, lambda stack: is_quantized(stack, scope))
         for found in list(gathers(graph)):
             if is_quantized(found.stack, scope) and behind(found.ids, scope)[1]:
                 gather_last(found)
@@ -121,12 +123,17 @@ class DequantMatmulPattern:
 
     def lower(self, node: Node, scope: Scope, planner: Planner) -> Lowering:
         """The lowering of one product, and of those that are computed with it; or Refused."""
-        return Siblings(
+        lower = Siblings(
             DEQUANT_MATMUL,
             lambda node: _proved(node, scope),
             lambda node: sides(node)[0] if self._is_site(node, scope) else None,
             planner,
-        )(node)
+        )
+        try:
+            return lower(node)
+        except Exception:
+            undo(node)
+            raise
 
     def _is_site(self, node: Node, scope: Scope) -> bool:
         return node.target in ANCHORS and any(is_quantized(side, scope) for side in sides(node))

@@ -46,11 +46,11 @@ class Gather:
 
 
 def gathers(graph: Graph) -> Iterator[Gather]:
-    """The operands of a graph that are chosen so."""
+    """The operands of a graph that are chosen so, but for those that nothing moves."""
     for target, first in BATCHED.items():
         for node in graph.find_nodes(op="call_function", target=target, sort=False):
             for place in (first, first + 1):
-                found = _traced(node, place)
+                found = None if gathered(_arguments(node)[place]) else _traced(node, place)
                 if found is not None and not (found.several and first):
                     yield found
 

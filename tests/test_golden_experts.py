@@ -340,6 +340,63 @@ def test_products_that_are_added_up_are_refused():
     assert "dequant" not in found.after
 
 
+def float8_first(m: Holder, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return torch.bmm(m.codes[ids].to(BF16) * m.scale[ids][..., None], x.mT).mT
+
+
+def int4_first(m: Holder, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    q, scale = m.codes[ids], m.scale[ids]
+    codes = torch.stack((q & 15, q >> 4), -1).flatten(2).to(torch.int8) - 8
+    w = codes.to(BF16).unflatten(2, (-1, 32)) * scale.unsqueeze(-1)
+    return x @ w.flatten(2).transpose(1, 2)
+
+
+def table_first(m: Holder, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    q = m.codes[ids]
+    values = m.table[torch.cat((q & 15, q >> 4), 2).long()].unflatten(2, (-1, 32))
+    return torch.bmm(x, (values * m.scale[ids][..., None]).flatten(2).mT)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("product", [float8_first, int4_first, table_first])
+def test_codes_that_are_chosen_before_they_are_dequantised(product, dynamic):
+    torch._dynamo.reset()
+    holder = choosing(product, "float8" if product is float8_first else "int4")()
+    holder.register_buffer("table", Random(3).normal(16))
+    served = torch.compile(holder, backend="qinductor", dynamic=dynamic)
+    for batches, m in ((5, 1), (4, 3)):
+        ids, x = torch.randint(0, E, (batches,)), Random(2).normal(batches, m, K)
+        with torch.no_grad():
+            ours, eager = served(x, ids), holder(x, ids)
+        assert ours.stride() == eager.stride()
+        torch.testing.assert_close(ours, eager, rtol=0.02, atol=0.05)
+        assert qinductor.last_report().lowered == 1
+        assert f"{E} experts" in str(qinductor.last_report())
+
+
+def wide(m: Holder, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """In float64, which no operator takes."""
+    return torch.bmm(x.double(), (m.codes[ids].double() * m.scale[ids][..., None]).mT)
+
+
+def by_turns(m: Holder, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Each batch has its own scale of the product's first batch: not each on its own."""
+    scale = m.scale[ids]
+    return torch.bmm(x, (m.codes[ids].to(BF16) * scale.cumsum(0)[..., None]).mT)
+
+
+@pytest.mark.parametrize("product", [wide, by_turns])
+def test_what_is_not_lowered_is_chosen_first_as_before(product):
+    found = rewritten(choosing(product, "float8"), Random(2).normal(2, 5, K), torch.tensor([2, 0]))
+    assert not any(site.lowered for site in found.report.sites)
+    lines = [line for line in found.after.splitlines() if "aten.bmm" in line]
+    used = lines[0].rsplit("(", 1)[1]
+    made = [
+        line for line in found.after.splitlines() if line.startswith(f"{used.split(', ')[1][:-1]}:")
+    ]
+    assert "permute" in made[0], found.after
+
+
 def test_constant_choices_are_a_part_of_the_weight():
     def chosen(m: Holder, x: torch.Tensor) -> torch.Tensor:
         return torch.bmm(x, m.dequantise(m)[m.ids].mT)
