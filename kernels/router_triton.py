@@ -310,12 +310,17 @@ def library_product(
         return torch.addmm(others[0], x, weight.t()), others[1:], False
     if not tensor_cores(c.x, c.weight) or not x.is_cuda:
         return torch.mm(x.to(FP32), weight.to(FP32).t())[None], others, True
-    parts = chunks(c.hidden)
+    return long_sums(x, weight), others, True
+
+
+def long_sums(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Float32 sums [parts, M, N] of 16-bit x [M, K] and weight [N, K], by the library."""
+    parts = chunks(x.shape[1])
     if parts == 1:
-        return torch.mm(x, weight.t(), out_dtype=FP32)[None], others, True
+        return torch.mm(x, weight.t(), out_dtype=FP32)[None]
     left = x.unflatten(1, (parts, -1)).transpose(0, 1)
     right = weight.unflatten(1, (parts, -1)).permute(1, 2, 0)
-    return torch.bmm(left, right, out_dtype=FP32), others, True
+    return torch.bmm(left, right, out_dtype=FP32)
 
 
 ROUTER.register(Fused())
