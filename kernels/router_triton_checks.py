@@ -10,7 +10,7 @@ import torch
 
 from qinductor.kernels.router import FP32, Router
 from qinductor.kernels.router_cases import MODELS, of_product
-from qinductor.kernels.router_triton import Config, product_configs
+from qinductor.kernels.router_triton import Config, product_configs, product_constants
 from qinductor.kernels.router_triton_form import BF16, FP16, device_form, places, power
 from qinductor.triton_compile import Compiled, compiled
 
@@ -67,7 +67,8 @@ def build(
     constants: dict[str, Any] = {"BIAS": False, "PDL": target >= 90}
     options: dict[str, int] = {"num_warps": 1}
     if kernel == "product":
-        constants |= product_constants(Config.parse(config), n, k, m, BF16, weight)
+        split, more = product_constants(Config.parse(config), m, k, weight.itemsize)
+        constants |= more | {"PARTS": split > 1}
         options = {"num_warps": Config.parse(config).warps}
     elif kernel == "sum_parts":
         constants |= {"SPLIT": 7, "B": 128}
@@ -83,21 +84,6 @@ def build(
     function = getattr(kernels, kernel)
     taken = {name: value for name, value in constants.items() if name in function.arg_names}
     return compiled(function, arguments, taken, target, **options)
-
-
-def product_constants(
-    config: Config, n: int, k: int, m: int, x: torch.dtype, weight: torch.dtype
-) -> dict[str, Any]:
-    """The constants of a product of m tokens."""
-    steps = -(-k // config.bk)
-    each = -(-steps // min(config.split, steps))
-    split, dot = -(-steps // each), config.stages > 0
-    tokens = max(8, min(16 if m <= 16 else 64, power(m))) if dot else min(16, power(m))
-    return {
-        "MT": tokens, "BN": config.bn, "BK": config.bk, "B": config.warps, "STEPS": each,
-        "STAGES": max(1, config.stages), "DOT": dot, "PARTS": split > 1,
-        "SUMMED": 16 // max(x.itemsize, weight.itemsize), "EVEN_K": split * each * config.bk == k,
-    }  # fmt: skip
 
 
 def select_constants(contract: Router, split: int) -> dict[str, Any]:
