@@ -34,8 +34,8 @@ SUMS = {
     16: ((2, 2048, 8), (4, 2048, 8), (2, 1024, 4)),
 }
 TILES = {
-    8: ((16, 512, 8), (16, 256, 4), (16, 1024, 8), (16, 512, 4), (32, 256, 8), (32, 512, 8)),
-    16: ((16, 512, 8), (16, 256, 4), (16, 1024, 8), (16, 512, 4), (32, 256, 8), (64, 256, 8)),
+    8: ((16, 512, 8), (8, 512, 8), (16, 256, 4), (8, 512, 4), (16, 1024, 8), (32, 256, 8)),
+    16: ((16, 512, 8), (8, 512, 8), (16, 256, 4), (32, 256, 8), (16, 1024, 8), (64, 256, 8)),
     FEW: ((32, 256, 8), (32, 256, 4), (64, 256, 8), (16, 512, 8), (64, 128, 4)),
 }
 PROGRAMS = 132  # of one wave, about
@@ -117,7 +117,8 @@ def product_configs(n: int, k: int, dot: bool, m: int) -> tuple[str, ...]:
     for bn, bk, warps in tiles if dot else ():
         bk = max(16 * warps, min(bk, power(k)))
         steps, across = -(-k // bk), -(-n // bn)
-        aims = (PROGRAMS // across, PROGRAMS // across + 1, 2 * PROGRAMS // across)
+        aims = [PROGRAMS // across, PROGRAMS // across + 1, 2 * PROGRAMS // across]
+        aims += [1] * (5 * across >= PROGRAMS)  # then a product alone is one launch
         # Parts of equal numbers of steps, none without any
         sizes = {-(-steps // max(1, min(aim, steps, PARTS))) for aim in aims}
         for size in sorted(sizes, key=lambda size: (-(-steps // size) * across > PROGRAMS, size)):
@@ -182,7 +183,7 @@ def launch_product(
             x, x.stride(0), weight, weight.stride(0), into if bias is None else bias, into,
             into.stride(-2), m, n, k,
             **constants, PARTS=parts, BIAS=bias is not None, PDL=pdl, num_warps=config.warps,
-            launch_pdl=pdl,
+            enable_fp_fusion=True, launch_pdl=pdl,
         )  # fmt: skip
         if sums is None or out is None:
             return into
@@ -190,6 +191,7 @@ def launch_product(
         code.sum_parts[(m, -(-n // block))](
             sums, sums if bias is None else bias, out, out.stride(0), m, n, SPLIT=split, B=block,
             BIAS=bias is not None, PDL=pdl, num_warps=1, launch_pdl=pdl,
+            enable_fp_fusion=False,
         )  # fmt: skip
     return out
 

@@ -65,22 +65,22 @@ def build(
     arguments |= {"M": "i32", "x_ptr": "*bf16", "w_ptr": POINTERS[weight]}
     arguments |= dict.fromkeys(("bias_ptr", "out_ptr", "parts_ptr"), "*fp32")
     constants: dict[str, Any] = {"BIAS": False, "PDL": target >= 90}
-    options: dict[str, int] = {"num_warps": 1}
+    options: dict[str, int] = {"num_warps": 1, "enable_fp_fusion": False}
     if kernel == "product":
         split, more = product_constants(Config.parse(config), m, k, weight.itemsize)
         constants |= more | {"PARTS": split > 1}
-        options = {"num_warps": Config.parse(config).warps}
+        options = {"num_warps": Config.parse(config).warps, "enable_fp_fusion": True}
     elif kernel == "sum_parts":
         constants |= {"SPLIT": 7, "B": 128}
     elif contract is not None:
         constants |= select_constants(contract, 7 if contract.hidden else 0)
+        logits = FP32 if contract.hidden else contract.logits
         arguments |= {
-            "logits_ptr": POINTERS[FP32 if contract.hidden else contract.logits],
-            "logit_bias_ptr": POINTERS[contract.logit_bias or contract.logits],
-            "bias_ptr": POINTERS[contract.bias or contract.logits],
+            "logits_ptr": POINTERS[logits], "bias_ptr": POINTERS[contract.bias or logits],
+            "logit_bias_ptr": POINTERS[contract.logit_bias or logits],
             "weights_ptr": POINTERS[contract.out], "indices_ptr": POINTERS[contract.indices],
         }  # fmt: skip
-        options |= {"enable_fp_fusion": False, "enable_reflect_ftz": False}
+        options |= {"enable_reflect_ftz": False}
     function = getattr(kernels, kernel)
     taken = {name: value for name, value in constants.items() if name in function.arg_names}
     return compiled(function, arguments, taken, target, **options)

@@ -23,6 +23,7 @@ SMALL = of_product(contract(19, 4, score="sigmoid", bias=FP32, normalised="s+eps
 CONFIGS = (
     "n2.k512.s1.w4", "n1.k128.s3.w2", "n4.k64.s2.w1", "n2.k64.s6.w2",
     "n16.k128.s1.w4.p2", "n16.k128.s3.w8.p1", "n32.k64.s4.w4.p3", "n64.k512.s1.w4.p1",
+    "n8.k128.s2.w8.p3",
 )  # fmt: skip
 
 
