@@ -298,6 +298,9 @@ def select(
     """Weights and indices [M, k] of logits [M, n]; where SPLIT is not 0 of sums [SPLIT, M, n]. A
     program has a token; what all of a token's experts say is a scalar."""
     if PDL:
+        if F.bias:
+            LINES: tl.constexpr = GP * GS // 32 if GP * GS > 32 else 1
+            _fetch(bias_ptr + tl.zeros((1,), tl.int32), 0, F.n, LINES)
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     place, slot = tl.arange(0, GP * GS), tl.arange(0, KP)
@@ -305,6 +308,9 @@ def select(
     there = expert < F.n
     if F.size != GS:
         there = there & (place % GS < F.size)
+    bias = tl.zeros((GP * GS,), tl.float32)
+    if F.bias:
+        bias = tl.load(bias_ptr + expert, there, 0).to(tl.float32)
     row_ptr = logits_ptr + row * F.n
     if SPLIT > 0:
         logits = tl.zeros((GP * GS,), tl.float32)
@@ -324,8 +330,7 @@ def select(
         scores = rounded(scores, F.ordered)
     choice = scores
     if F.bias:
-        choice += tl.load(bias_ptr + expert, there, 0).to(tl.float32)
-        choice = rounded(choice, F.ordered)
+        choice = rounded(choice + bias, F.ordered)
     keys = tl.where(there, _keys(choice), NONE)
     if F.groups > 1:
         keep = _in_kept(keys, F, GP, GS)
