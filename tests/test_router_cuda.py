@@ -254,6 +254,40 @@ def test_what_is_written_just_before_is_read():
             assert torch.equal(found[1], want[1]) and torch.equal(found[0], want[0])
 
 
+@pytest.mark.parametrize("before", ["copy", "memset", "kernel", "two streams"])
+def test_captured_behind_anything(before):
+    """What comes before it in a graph: a copy of memory, a filling of it, a kernel, two streams
+    that join."""
+    case = BY_NAME["kimi k2 product"]
+    c = case.contract
+    x, w, bias = case.inputs(device="cuda", m=4)
+    held, other = torch.zeros_like(x), torch.zeros_like(x)
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    call(c, [x, w, bias], "triton.router")
+    with torch.cuda.graph(graph):
+        if before == "copy":
+            held.copy_(x)
+        elif before == "memset":
+            held.copy_(x)
+            other.zero_()
+        elif before == "kernel":
+            torch.add(x, other, out=held)
+        else:
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                torch.add(x, other, out=held)
+            other.mul_(2)
+            torch.cuda.current_stream().wait_stream(side)
+        found = call(c, [held, w, bias], "triton.router")
+        after = held.zero_()
+    for seed in range(20):
+        x.copy_(case.inputs(seed, "cuda", m=4)[0])
+        graph.replay()
+        wanted = call(c, [x, w, bias], "triton.router")
+        assert torch.equal(found[1], wanted[1]) and torch.equal(found[0], wanted[0])
+        assert not after.any()
+
+
 def test_many_tokens():
     c = of_product(contract(64, 6, score="sigmoid"), 256)
     case = cases.Case("", 1, c)
