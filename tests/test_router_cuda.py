@@ -161,7 +161,7 @@ def test_products_of_exact_sums(name):
             assert torch.equal(held, old), "an input is changed"
 
 
-@pytest.mark.parametrize("m", [1, 2, 4, 8, 16, 64])
+@pytest.mark.parametrize("m", [1, 4, 8, 16, 64])
 @pytest.mark.parametrize("name", ["deepseek v3 product", "gpt oss product", "fp32 product"])
 def test_every_config(name, m):
     case = BY_NAME[name]
@@ -185,7 +185,8 @@ def test_random_products_are_as_exact_as_float32_s(n, m):
     exact, before = x.double() @ w.double().t(), linear(x.float(), w.float())
     least = torch.finfo(FP32).eps * exact.abs().max() / 8
     made = [family.long_sums(x, w).sum(0)]
-    for config in family.product_configs(n, 7168, True, m) if m <= family.FEW else ():
+    configs = family.product_configs(n, 7168, True, m) if m <= family.FEW else ()
+    for config in configs if n == 256 else configs[:3]:
         out = torch.empty(m, n, device="cuda")
         made.append(family.launch_product(x, w, None, family.Config.parse(config), out))
     for found in made:
@@ -194,13 +195,13 @@ def test_random_products_are_as_exact_as_float32_s(n, m):
         assert ours.abs().max() <= 2 * theirs.abs().max() + least
 
 
-@pytest.mark.parametrize("m", [1, 4, 16])
+@pytest.mark.parametrize("m", [1, 16])
 def test_sums_are_the_same_every_time(m):
     case = BY_NAME["kimi k2 product"]
     g = torch.Generator("cuda").manual_seed(0)
     x = torch.randn(m, 7168, generator=g, device="cuda").to(BF16)
     w = torch.randn(384, 7168, generator=g, device="cuda").to(BF16)
-    for config in FUSED.configs(case.contract, m):
+    for config in FUSED.configs(case.contract, m)[:5]:
         first = family.launch_product(x, w, None, family.Config.parse(config))
         for _ in range(20):
             again = family.launch_product(x, w, None, family.Config.parse(config))
