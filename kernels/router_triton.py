@@ -38,6 +38,7 @@ TILES = {
     16: ((16, 512, 8), (8, 512, 8), (16, 256, 4), (32, 256, 8), (16, 1024, 8), (64, 256, 8)),
     FEW: ((32, 256, 8), (32, 256, 4), (64, 256, 8), (16, 512, 8), (64, 128, 4)),
 }
+AHEAD = 512  # lines of 128 bytes that a program has fetched before it may read, at most
 PROGRAMS = 132  # of one wave, about
 SHARED = (
     160 << 10
@@ -149,7 +150,7 @@ def product_constants(config: Config, m: int, k: int, itemsize: int) -> tuple[in
     return split, {
         "MT": tile_tokens(m, dot), "BN": config.bn, "BK": config.bk, "B": config.warps,
         "STEPS": each, "STAGES": max(1, config.stages), "DOT": dot,
-        "LINES": power(max(1, each * config.bk * itemsize // 128)),
+        "LINES": min(power(-(-each * config.bk * itemsize // 128)), max(1, AHEAD // config.bn)),
         "EVEN_K": split * each * config.bk == k,
     }  # fmt: skip
 

@@ -78,7 +78,7 @@ def product(
     """out[M, N] of x[M, K] and w[N, K]; with PARTS the float32 sums of STEPS * BK columns each go
     to out[parts, M, N]. Programs: tiles of BN experts x parts x tiles of MT tokens.
 
-    LINES: of 128 bytes in a program's part of a row of w, or the next power of two.
+    LINES: of 128 bytes of each row of w, that are fetched before the launch before has ended.
     DOT: by tensor cores, B slices of each BK columns at a time, one for each warp.
     """
     part = tl.program_id(1)
