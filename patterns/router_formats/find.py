@@ -1,0 +1,226 @@
+"""What a topk computes: the logits, how experts are chosen, their weights; proved."""
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from qinductor.errors import Refused
+from qinductor.kernels.router import Router, largest, reference
+from qinductor.patterns.failures import FAILURES, said
+from qinductor.patterns.probe import Function, Prober, Remembered, fixed, function, numbers, same
+from qinductor.patterns.router_formats.identify import (
+    FP32,
+    Answers,
+    Known,
+    apart,
+    battery,
+    biases,
+    identify,
+)
+from qinductor.patterns.router_formats.sites import Site, is_narrowed, rows_of, site_of
+from qinductor.regions import CASTS, FLOATS, Scope, aten, prims
+
+PROBES = 96  # rows of a battery
+PROOFS = (5, 240)  # rows of the runs of a proof, where they are symbolic; of the last at least
+TRIED = 6  # contracts that are proved
+SEED = 20
+
+
+def _topk(
+    values: torch.Tensor, k: int, dim: int = -1, top: bool = True, sort: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The k largest, descending; of equal ones the first, as on a GPU. `sort` or not."""
+    if not top or dim not in (-1, values.dim() - 1):
+        raise Refused("experts and their groups must be the largest along the last axis")
+    indices = largest(values, k).contiguous()
+    return values.gather(-1, indices), indices
+
+
+INSTEAD = {
+    aten.topk.default: _topk,
+    prims.convert_element_type.default: lambda value, dtype: value.to(dtype),
+}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Found:
+    """A proved router.
+
+    contract  with the logits given
+    needed    whether the graph reads its logits or scores beside it
+    replaced  nodes for weights and indices
+    region    all that they depend on, but the logits
+    m         rows, None where they are symbolic
+    """
+
+    contract: Router
+    site: Site
+    needed: bool
+    replaced: tuple[tuple[Node, ...], ...]
+    region: tuple[Node, ...]
+    m: int | None
+    evaluations: int
+
+
+class Finder(Prober):
+    """Finds routers; equal regions are probed and proved once."""
+
+    def __call__(self, anchor: Node, scope: Scope) -> Found:
+        """The router whose experts a topk picks, proved; or Refused."""
+        self.runs = 0
+        try:
+            return self._found(site_of(anchor, scope))
+        except FAILURES as error:
+            raise Refused(f"it cannot be run on probes: {said(error)}") from error
+
+    def _found(self, site: Site) -> Found:
+        outputs = [site.indices] if site.weights is None else [site.indices, site.weights]
+        exact = [node.args[0] for node in outputs[1:] if is_narrowed(node)]
+        graph = site.logits.graph
+        ends = () if site.bias is None else (site.bias,)
+        region = function([site.logits], [*outputs, *exact], list(graph.nodes), ends=ends)
+        region = dataclasses.replace(region, whole=True, instead=INSTEAD)
+        contract = self.once(region.text(), lambda: self._identified(region, site))
+        indices = _narrowed(site.indices)
+        inside = {*region.nodes, site.logits}
+        results = {*outputs, *(n for n in region.nodes if n.target is aten.topk.default)}
+        needed = any(u not in inside for n in inside - results for u in n.users)
+        if indices is not site.indices:
+            contract = dataclasses.replace(contract, indices=indices.meta["val"].dtype)
+        weights = () if site.weights is None else (site.weights,)
+        read = any(user not in inside for user in site.indices.users)
+        return Found(
+            contract=contract,
+            site=site,
+            needed=needed,
+            replaced=(weights, (indices,) if read else ()),
+            region=tuple(n for n in region.nodes if n is not site.logits),
+            m=rows_of(site.logits),
+            evaluations=self.runs,
+        )
+
+    def _identified(self, region: Function, site: Site) -> Router:
+        """The contract of a region."""
+        out = FP32 if site.weights is None else site.weights.meta["val"].dtype
+        base = Router(
+            n=site.n, k=site.k, logits=site.logits.meta["val"].dtype, compute=FP32,
+            out=region.outputs[-1].meta["val"].dtype if region.outputs[1:] else FP32,
+            bias=None if site.bias is None else site.bias.meta["val"].dtype,
+        )  # fmt: skip
+        known = Known(numbers(region).every, _dtypes(region), _groups(region, site))
+        with self.asking(region) as asked:
+            given = answers(asked, base, PROBES, SEED)
+            refused: Refused | None = None
+            try:
+                for member in itertools.islice(identify(base, given, known), TRIED):
+                    member = dataclasses.replace(member, out=out)
+                    try:
+                        prove(asked, member)
+                        return member
+                    except Refused as refusal:
+                        refused = refused or refusal
+            except Refused as refusal:
+                refused = refusal
+            assert refused is not None  # `identify` gives one or refuses
+            if _mixes(asked, base, given[0]):
+                raise Refused(
+                    "a token's experts and weights must be computed of its own logits; they depend "
+                    "on those of other tokens, too"
+                )
+            raise refused
+
+
+def answers(asked: Remembered, base: Router, rows: int, seed: int, at: int = -1) -> list[Answers]:
+    """What a region answers to a battery; with each of some biases, if there is one.
+
+    at  the output that holds the weights
+    """
+    held = [None] if base.bias is None else biases(base.n, base.bias, seed)
+    return [
+        _ask(asked, (rows, seed, turn), battery(base.n, rows, base.logits, seed + turn), bias, at)
+        for turn, bias in enumerate(held)
+    ]
+
+
+def _ask(
+    asked: Remembered, name: Any, logits: torch.Tensor, bias: torch.Tensor | None, at: int
+) -> Answers:
+    """What a region answers to some rows, in one evaluation."""
+    region, count = asked.function, len(logits)
+    rows = region.rows(count)
+    runs = max(1, -(-count // rows))
+    whole = logits[torch.arange(runs * rows) % count]
+    given = whole if runs == 1 else whole.view(runs, rows, -1)
+    found = asked(name, [given], [] if bias is None else [bias])
+    indices, *weights = (out.reshape(runs * rows, -1)[:count] for out in found)
+    return Answers(logits, bias, indices, weights[at] if weights else None)
+
+
+def prove(asked: Remembered, contract: Router) -> None:
+    """Refused with the first row for which a region and the reference differ."""
+    for seed, rows in enumerate(PROOFS, 1):
+        for each in answers(asked, contract, rows, SEED * seed + 100, 0):
+            weights, indices = reference(contract, each.inputs)
+            equal = torch.equal(indices, each.indices)
+            if each.weights is not None:
+                equal = equal and bool(same(weights, each.weights).all())
+            if not equal:
+                raise Refused(
+                    f"the region is not proved: {apart(contract, [each])}",
+                    contract=contract.summary,
+                )
+
+
+def _mixes(asked: Remembered, base: Router, given: Answers) -> bool:
+    """Whether other answers are given to rows that are in other company."""
+    if asked.function.rows(len(given.logits)) == 1:
+        return False
+    other = battery(base.n, len(given.logits), base.logits, SEED - 1)
+    other[::2] = given.logits[::2]
+    again = _ask(asked, "mixed", other, given.bias, -1)
+    if not torch.equal(again.indices[::2], given.indices[::2]):
+        return True
+    if again.weights is None or given.weights is None:
+        return False
+    return not same(again.weights[::2], given.weights[::2]).all()
+
+
+def _groups(region: Function, site: Site) -> list[tuple[int, int]]:
+    """(groups, groups that are kept) which a region may have; (1, 1) if it picks but once."""
+    found = [(1, 1)]
+    inner = [n for n in region.nodes if n.target is aten.topk.default and n not in _users(site)]
+    kept = {int(k) for n in inner if isinstance(k := n.args[1], int)}
+    sizes = {fixed(size) for n in region.nodes for size in _shape(n)}
+    for groups in sorted(size for size in sizes if size and 1 < size < site.n):
+        if site.n % groups == 0:
+            found += [(groups, k) for k in sorted(kept) if k <= groups]
+    return found[1:] + found[:1] if inner else found
+
+
+def _users(site: Site) -> set[Node]:
+    """The topk that picks the experts."""
+    return set(site.indices.all_input_nodes)
+
+
+def _shape(node: Node) -> Sequence[Any]:
+    value = node.meta.get("val")
+    return value.shape if isinstance(value, torch.Tensor) else ()
+
+
+def _dtypes(region: Function) -> list[torch.dtype]:
+    """The dtypes of floats in which a region computes."""
+    held = [n.meta.get("val") for n in (*region.inputs, *region.nodes)]
+    found = [v.dtype for v in held if isinstance(v, torch.Tensor) and v.dtype in FLOATS]
+    return list(dict.fromkeys(found))
+
+
+def _narrowed(indices: Node) -> Node:
+    """The indices in int32, if nothing but what gathers scores reads them wider."""
+    casts = [u for u in indices.users if u.target in CASTS]
+    others = [u for u in indices.users if u not in casts and u.target is not aten.gather.default]
+    one = len(casts) == 1 and casts[0].meta["val"].dtype is torch.int32
+    return casts[0] if one and not others else indices
