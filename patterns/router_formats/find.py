@@ -1,8 +1,8 @@
 """What a topk computes: the logits, how experts are chosen, their weights; proved."""
 
+import contextlib
 import dataclasses
 import itertools
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,9 +10,11 @@ from torch.fx import Node
 
 from qinductor.errors import Refused
 from qinductor.kernels.router import Router, largest, reference
+from qinductor.patterns.activation_formats.sources import SCALINGS
 from qinductor.patterns.failures import FAILURES, said
 from qinductor.patterns.probe import Function, Prober, Remembered, fixed, function, numbers, same
 from qinductor.patterns.router_formats.identify import (
+    FEW,
     FP32,
     Answers,
     Known,
@@ -25,7 +27,7 @@ from qinductor.patterns.router_formats.sites import Site, is_narrowed, rows_of, 
 from qinductor.regions import CASTS, FLOATS, Scope, aten, prims
 
 PROBES = 96  # rows of a battery
-PROOFS = (5, 240)  # rows of the runs of a proof, where they are symbolic; of the last at least
+PROOFS = (5, 400)  # rows of the runs of a proof, where they are symbolic; of the last at least
 TRIED = 6  # contracts that are proved
 SEED = 20
 
@@ -76,10 +78,12 @@ class Finder(Prober):
             return self._found(site_of(anchor, scope))
         except FAILURES as error:
             raise Refused(f"it cannot be run on probes: {said(error)}") from error
+        finally:
+            _sweep(anchor)
 
     def _found(self, site: Site) -> Found:
         outputs = [site.indices] if site.weights is None else [site.indices, site.weights]
-        exact = [node.args[0] for node in outputs[1:] if is_narrowed(node)]
+        exact: list[Any] = [node.args[0] for node in outputs[1:] if is_narrowed(node)]
         graph = site.logits.graph
         ends = () if site.bias is None else (site.bias,)
         region = function([site.logits], [*outputs, *exact], list(graph.nodes), ends=ends)
@@ -98,7 +102,7 @@ class Finder(Prober):
             site=site,
             needed=needed,
             replaced=(weights, (indices,) if read else ()),
-            region=tuple(n for n in region.nodes if n is not site.logits),
+            region=tuple(n for n in region.nodes if n.users),
             m=rows_of(site.logits),
             evaluations=self.runs,
         )
@@ -126,12 +130,7 @@ class Finder(Prober):
             except Refused as refusal:
                 refused = refusal
             assert refused is not None  # `identify` gives one or refuses
-            if _mixes(asked, base, given[0]):
-                raise Refused(
-                    "a token's experts and weights must be computed of its own logits; they depend "
-                    "on those of other tokens, too"
-                )
-            raise refused
+            raise Refused(_reason(asked, base, given, known) or refused.reason, refused.contract)
 
 
 def answers(asked: Remembered, base: Router, rows: int, seed: int, at: int = -1) -> list[Answers]:
@@ -175,6 +174,26 @@ def prove(asked: Remembered, contract: Router) -> None:
                 )
 
 
+def _reason(asked: Remembered, base: Router, given: list[Answers], known: Known) -> str | None:
+    """Why a region is no router, if that is one of two reasons."""
+    if _mixes(asked, base, given[0]):
+        return (
+            "a token's experts and weights must be computed of its own logits; they depend on "
+            "those of other tokens, too"
+        )
+    wide, few = dataclasses.replace(base, logits=FP32), [each.first(FEW) for each in given[:1]]
+    factors = [n.args[1] for n in asked.function.nodes if n.target in SCALINGS]
+    for value in dict.fromkeys(
+        v for v in factors if isinstance(v, (int, float)) and v not in (0, 1)
+    ):
+        for word, scaled in (("multiplied", torch.mul), ("divided", torch.div)):
+            other = [dataclasses.replace(a, logits=scaled(a.logits.float(), value)) for a in few]
+            with contextlib.suppress(Refused):
+                next(identify(wide, other, known))
+                return f"scores must be those of the logits; they are {word} by {value:g} before"
+    return None
+
+
 def _mixes(asked: Remembered, base: Router, given: Answers) -> bool:
     """Whether other answers are given to rows that are in other company."""
     if asked.function.rows(len(given.logits)) == 1:
@@ -191,24 +210,14 @@ def _mixes(asked: Remembered, base: Router, given: Answers) -> bool:
 
 def _groups(region: Function, site: Site) -> list[tuple[int, int]]:
     """(groups, groups that are kept) which a region may have; (1, 1) if it picks but once."""
-    found = [(1, 1)]
-    inner = [n for n in region.nodes if n.target is aten.topk.default and n not in _users(site)]
-    kept = {int(k) for n in inner if isinstance(k := n.args[1], int)}
-    sizes = {fixed(size) for n in region.nodes for size in _shape(n)}
-    for groups in sorted(size for size in sizes if size and 1 < size < site.n):
-        if site.n % groups == 0:
-            found += [(groups, k) for k in sorted(kept) if k <= groups]
-    return found[1:] + found[:1] if inner else found
-
-
-def _users(site: Site) -> set[Node]:
-    """The topk that picks the experts."""
-    return set(site.indices.all_input_nodes)
-
-
-def _shape(node: Node) -> Sequence[Any]:
-    value = node.meta.get("val")
-    return value.shape if isinstance(value, torch.Tensor) else ()
+    found: list[tuple[int, int]] = []
+    for node in region.nodes:
+        if node.target is aten.topk.default and node not in site.indices.all_input_nodes:
+            value, k = node.args[0].meta["val"], node.args[1]  # type: ignore[union-attr]
+            groups = fixed(value.shape[-1])
+            if groups and isinstance(k, int) and groups < site.n and not site.n % groups:
+                found.append((groups, k))
+    return [*dict.fromkeys(found), (1, 1)]
 
 
 def _dtypes(region: Function) -> list[torch.dtype]:
@@ -216,6 +225,13 @@ def _dtypes(region: Function) -> list[torch.dtype]:
     held = [n.meta.get("val") for n in (*region.inputs, *region.nodes)]
     found = [v.dtype for v in held if isinstance(v, torch.Tensor) and v.dtype in FLOATS]
     return list(dict.fromkeys(found))
+
+
+def _sweep(result: Node) -> None:
+    """Takes the results of a topk that nothing reads out of its graph."""
+    for node in [n for n in result.all_input_nodes if n.target is aten.topk.default]:
+        for user in [user for user in node.users if not user.users]:
+            node.graph.erase_node(user)
 
 
 def _narrowed(indices: Node) -> Node:

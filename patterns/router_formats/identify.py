@@ -135,7 +135,7 @@ def _choices(base: Router, given: Sequence[Answers], known: Known) -> Iterator[R
     nearest, fewest, found = base, math.inf, False
     for fields in _selections(base, known):
         member = dataclasses.replace(base, **fields)
-        wrong = sum(_wrong_indices(member, each.first(FEW)) for each in given)
+        wrong = _wrong_indices(member, given[0].first(FEW))
         if not wrong:
             wrong = sum(_wrong_indices(member, each) for each in given)
         if not wrong:
@@ -152,7 +152,7 @@ def _choices(base: Router, given: Sequence[Answers], known: Known) -> Iterator[R
 
 def _selections(base: Router, known: Known) -> Iterator[dict[str, Any]]:
     """Fields of the choice, likeliest first."""
-    lowest = [v for v in known.numbers if v < 0]
+    lowest = [v for v in known.numbers if v < -1]
     for groups, kept in known.groups:
         forms: list[dict[str, Any]] = [{}]
         if groups > 1:

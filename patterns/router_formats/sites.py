@@ -20,10 +20,10 @@ DEPTH = 256  # nodes between the logits and a topk
 SORTS = {aten.sort.default, aten.sort.stable}
 PEAKS = {aten.argmax.default, aten.max.dim}
 SELECTS = {aten.topk.default, *SORTS, aten.argmax.default}
-# What puts values at the places of the experts, or takes them from there.
+# What puts values at the places of the experts, takes them from there, or adds them up.
 PLACES = {
     aten.gather.default, aten.scatter.value, aten.scatter.src, aten.scatter_add.default,
-    aten.cumsum.default,
+    aten.cumsum.default, aten.sum.default, aten.cat.default,
 }  # fmt: skip
 PARTS = {aten.index.Tensor, aten.index_select.default}  # by which rows go to their experts
 HELD = (torch.Tensor, list, tuple)
@@ -109,10 +109,8 @@ def site_of(result: Node, scope: Scope) -> Site:
     varies = _Varying(scope)
     logits = _biased(_logits(anchor, n, place, varies), n)
     order, after = _computed(logits, anchor, place, varies)
-    indices = next((u for u in anchor.users if u.args[1] == 1), None)
-    values = next((u for u in anchor.users if u.args[1] == 0), None)
-    if indices is None:
-        raise Refused("the indices of the experts that are picked must be read; only values are")
+    values, indices = (next((u for u in anchor.users if u.args[1] == i), None) for i in (0, 1))
+    indices = indices or _unread(anchor)
     weights = _weights(order, after, indices, values)
     region = _region(logits, [node for node in (indices, weights) if node is not None])
     order = [node for node in order if node in region]
@@ -144,6 +142,14 @@ def _sizes(anchor: Node) -> tuple[int, int]:
     if not k:
         raise Refused("k must be at least 1; it is 0")
     return n, k
+
+
+def _unread(anchor: Node) -> Node:
+    """The indices that a topk picks, which nothing reads."""
+    with anchor.graph.inserting_after(anchor):
+        node = anchor.graph.call_function(operator.getitem, (anchor, 1))
+    node.meta = {**anchor.meta, "val": anchor.meta["val"][1]}
+    return node
 
 
 class _Varying:
@@ -189,9 +195,9 @@ def _logits(anchor: Node, n: int, place: dict[Node, int], varies: _Varying) -> N
     drawn = next((m for m in front if m.op == "call_function" and _is_random(m)), None)
     if drawn is not None:
         raise Refused(f"experts must be picked by their logits alone; {drawn.name} is random")
-    if found is None:
+    if found is None or not (found in front or all(m.target in PRODUCTS for m in front)):
         words = ", ".join(f"{m.name} {describe(m)}" for m in front) or "nothing that varies"
-        raise Refused(f"no one tensor [.., {n}] of logits was found; it comes from {words}")
+        raise Refused(f"experts must be picked by one tensor [.., {n}] of logits; found {words}")
     return found
 
 
@@ -236,8 +242,9 @@ def _biased(logits: Node, n: int) -> Node:
 
 def _is_vector(node: Node, n: int) -> bool:
     value = node.meta.get("val")
-    known = isinstance(value, torch.Tensor) and value.dim() == 1 and value.dtype in FLOATS
-    return known and fixed(value.shape[0]) == n
+    if not isinstance(value, torch.Tensor) or value.dim() != 1 or value.dtype not in FLOATS:
+        return False
+    return fixed(value.shape[0]) == n
 
 
 def _computed(
@@ -321,8 +328,10 @@ def _unmoved(node: Node, scored: Collection[Node]) -> Node:
 
 def is_narrowed(node: Node) -> bool:
     """Whether a node rounds what it casts."""
+    if node.target not in CASTS:
+        return False
     old, new = (n.meta["val"].dtype for n in (node.args[0], node))  # type: ignore[union-attr]
-    return node.target in CASTS and new not in (old, torch.float32)
+    return new not in (old, torch.float32)
 
 
 def _region(logits: Node, outputs: Sequence[Node]) -> set[Node]:
