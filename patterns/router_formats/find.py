@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 
 from qinductor.errors import Refused
-from qinductor.kernels.router import Router, largest, reference
+from qinductor.kernels.router import Router, reference
 from qinductor.patterns.activation_formats.sources import SCALINGS
 from qinductor.patterns.failures import FAILURES, said
 from qinductor.patterns.probe import Function, Prober, Remembered, fixed, function, numbers, same
@@ -30,15 +30,19 @@ PROBES = 96  # rows of a battery
 PROOFS = (5, 400)  # rows of the runs of a proof, where they are symbolic; of the last at least
 TRIED = 6  # contracts that are proved
 SEED = 20
+SMALLEST = 5e-324  # in float64
 
 
 def _topk(
     values: torch.Tensor, k: int, dim: int = -1, top: bool = True, sort: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The k largest, descending; of equal ones the first, as on a GPU. `sort` or not."""
+    """The k largest, descending; nan before all, 0 before -0, of equal ones the first, as on a GPU:
+    the `largest` of the specification, in operators that torch 2.11 can run in a batch."""
     if not top or dim not in (-1, values.dim() - 1):
         raise Refused("experts and their groups must be the largest along the last axis")
-    indices = largest(values, k).contiguous()
+    minus = (values == 0) & values.signbit()
+    keys = torch.where(minus, -SMALLEST, values.double())
+    indices = keys.sort(dim=-1, descending=True, stable=True).indices[..., :k].contiguous()
     return values.gather(-1, indices), indices
 
 
@@ -117,13 +121,13 @@ class Finder(Prober):
         )  # fmt: skip
         known = Known(numbers(region).every, _dtypes(region), _groups(region, site))
         with self.asking(region) as asked:
-            given = answers(asked, base, PROBES, SEED)
+            given = answers(asked, base, known, PROBES, SEED)
             refused: Refused | None = None
             try:
                 for member in itertools.islice(identify(base, given, known), TRIED):
                     member = dataclasses.replace(member, out=out)
                     try:
-                        prove(asked, member)
+                        prove(asked, member, known)
                         return member
                     except Refused as refusal:
                         refused = refused or refusal
@@ -133,14 +137,16 @@ class Finder(Prober):
             raise Refused(_reason(asked, base, given, known) or refused.reason, refused.contract)
 
 
-def answers(asked: Remembered, base: Router, rows: int, seed: int, at: int = -1) -> list[Answers]:
+def answers(
+    asked: Remembered, base: Router, known: Known, rows: int, seed: int, at: int = -1
+) -> list[Answers]:
     """What a region answers to a battery; with each of some biases, if there is one.
 
     at  the output that holds the weights
     """
     held = [None] if base.bias is None else biases(base.n, base.bias, seed)
     return [
-        _ask(asked, (rows, seed, turn), battery(base.n, rows, base.logits, seed + turn), bias, at)
+        _ask(asked, seed + turn, battery(base, rows, seed + turn, known.numbers), bias, at)
         for turn, bias in enumerate(held)
     ]
 
@@ -159,10 +165,10 @@ def _ask(
     return Answers(logits, bias, indices, weights[at] if weights else None)
 
 
-def prove(asked: Remembered, contract: Router) -> None:
+def prove(asked: Remembered, contract: Router, known: Known) -> None:
     """Refused with the first row for which a region and the reference differ."""
     for seed, rows in enumerate(PROOFS, 1):
-        for each in answers(asked, contract, rows, SEED * seed + 100, 0):
+        for each in answers(asked, contract, known, rows, SEED * seed + 100, 0):
             weights, indices = reference(contract, each.inputs)
             equal = torch.equal(indices, each.indices)
             if each.weights is not None:
@@ -198,7 +204,7 @@ def _mixes(asked: Remembered, base: Router, given: Answers) -> bool:
     """Whether other answers are given to rows that are in other company."""
     if asked.function.rows(len(given.logits)) == 1:
         return False
-    other = battery(base.n, len(given.logits), base.logits, SEED - 1)
+    other = battery(base, len(given.logits), SEED - 1)
     other[::2] = given.logits[::2]
     again = _ask(asked, "mixed", other, given.bias, -1)
     if not torch.equal(again.indices[::2], given.indices[::2]):

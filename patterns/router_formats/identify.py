@@ -64,16 +64,17 @@ class Known:
     groups: Sequence[tuple[int, int]]
 
 
-def battery(n: int, rows: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """[rows, n]: hostile logits.
+def battery(base: Router, rows: int, seed: int, numbers: Sequence[float] = ()) -> torch.Tensor:
+    """[rows, n]: hostile logits for a region that computes with some numbers.
 
     In turn: random ones of some sizes, few values and so many ties, neighbours in their dtype, all
     equal, so small or so large that scores are 0 or 1, around the threshold of a softplus, all far
-    below 0, few above the others, zeros of both signs, infinities and nan.
+    below 0, few above the others, zeros of both signs, infinities and nan, about its numbers.
     """
+    n, dtype = base.n, base.logits
     seeded = torch.Generator().manual_seed(seed)
     x = torch.randn((rows, n), generator=seeded)
-    turn = torch.arange(rows)[:, None] % 12
+    turn = torch.arange(rows)[:, None] % 13
     size = torch.exp2(torch.randint(-6, 5, (rows, 1), generator=seeded).float())
     few = torch.randint(-2, 3, (rows, n), generator=seeded) * 0.5
     step = torch.randint(-2, 3, (rows, n), generator=seeded).float()
@@ -83,9 +84,11 @@ def battery(n: int, rows: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
     odd = torch.tensor([0.0, -0.0, 1.0, -math.inf, math.inf, math.nan, 1e30, -1e30, 65504.0])
     drawn = odd[torch.randint(0, 4, (rows, n), generator=seeded)]
     worst = odd[torch.randint(0, len(odd), (rows, n), generator=seeded)]
+    marks = torch.tensor([*numbers, 1.0])
+    marks = marks[torch.randint(0, len(marks), (rows, n), generator=seeded)] * (1 + step * 1e-3)
     kinds = (
         x, x * size, few, near, size.expand(rows, n), x * 200, 20 + x * 2, low, spikes, drawn,
-        torch.where(torch.rand((rows, n), generator=seeded) < 0.1, worst, x), x * 1e-4,
+        torch.where(torch.rand((rows, n), generator=seeded) < 0.1, worst, x), x * 1e-4, marks,
     )  # fmt: skip
     found = x
     for i, kind in enumerate(kinds):

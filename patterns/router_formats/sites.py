@@ -23,8 +23,9 @@ SELECTS = {aten.topk.default, *SORTS, aten.argmax.default}
 # What puts values at the places of the experts, takes them from there, or adds them up.
 PLACES = {
     aten.gather.default, aten.scatter.value, aten.scatter.src, aten.scatter_add.default,
-    aten.cumsum.default, aten.sum.default, aten.cat.default,
+    aten.sum.default, aten.cat.default,
 }  # fmt: skip
+COUNTS = {aten.cumsum.default}
 PARTS = {aten.index.Tensor, aten.index_select.default}  # by which rows go to their experts
 HELD = (torch.Tensor, list, tuple)
 
@@ -98,7 +99,7 @@ def goes_on(node: Node) -> bool:
     if node.op != "call_function" or not pure(node) or node.target in PRODUCTS:
         return False
     made_of_numbers = not any(isinstance(n.meta.get("val"), HELD) for n in node.all_input_nodes)
-    return made_of_numbers or node.target in SELECTS | PLACES or expandable(node)
+    return made_of_numbers or node.target in SELECTS | PLACES | COUNTS or expandable(node)
 
 
 def site_of(result: Node, scope: Scope) -> Site:
@@ -114,6 +115,12 @@ def site_of(result: Node, scope: Scope) -> Site:
     weights = _weights(order, after, indices, values)
     region = _region(logits, [node for node in (indices, weights) if node is not None])
     order = [node for node in order if node in region]
+    counted = next((node for node in order if node.target in COUNTS), None)
+    if counted is not None:
+        raise Refused(
+            "a token's experts and weights must be computed of its own logits; "
+            f"{counted.name} counts those of other tokens, too, as a capacity does"
+        )
     return Site(n, k, logits, order, _bias(order, region, n, varies), indices, weights)
 
 
