@@ -1,4 +1,4 @@
-"""Spellings of routers as libraries and people write them, and what is found of them."""
+"""A provider that runs routers anywhere, and what is found of them in graphs."""
 
 import contextlib
 import re
@@ -8,7 +8,6 @@ from unittest import mock
 
 import torch
 from quantisers import Of
-from torch.nn.functional import linear, softmax
 
 import qinductor
 from qinductor.contracts import parse
@@ -79,6 +78,16 @@ def found(function: Callable[..., Any], *x: torch.Tensor, **more: Any) -> Router
     return contract
 
 
+def compiled(
+    function: Callable[..., Any], *x: torch.Tensor, options: Any = None, **buffers: torch.Tensor
+) -> tuple[Any, Any, qinductor.Report]:
+    """A compiled function, its results, and its report."""
+    torch._dynamo.reset()
+    made = torch.compile(Of(function, **buffers), backend="qinductor", options=options)
+    with torch.no_grad(), provided(), few_runs():
+        return made, made(*x), qinductor.last_report()
+
+
 def refused(function: Callable[..., Any], *x: torch.Tensor, **more: Any) -> str:
     """Why the one site in the graph of a function was left."""
     report, contracts = sites(function, *x, **more)
@@ -94,34 +103,8 @@ def weight(n: int = N, dtype: torch.dtype = BF16) -> torch.Tensor:
     return torch.randn(n, H, dtype=dtype)
 
 
-def mixtral(
-    m: Any, x: torch.Tensor, k: int = 2, normalised: bool = True
-) -> tuple[torch.Tensor, ...]:
-    """Also Qwen, OLMoE, Jamba: logits in the model's dtype, scores in float32, then topk."""
-    weights, indices = torch.topk(softmax(linear(x, m.w), dim=-1, dtype=FP32), k, dim=-1)
-    if normalised:
-        weights = weights / weights.sum(-1, keepdim=True)
-    return weights.to(x.dtype), indices
-
-
-def deepseek(
-    m: Any, x: torch.Tensor, k: int = 4, groups: int = 4, kept: int = 2, mask: float = float("-inf")
-) -> tuple[torch.Tensor, ...]:
-    """DeepSeek-V3, GLM-4, Kimi and others, as transformers has it."""
-    scores = linear(x.float(), m.w.float()).sigmoid()
-    choice = scores + m.b
-    best = choice.view(-1, groups, N // groups).topk(2, dim=-1)[0].sum(-1)
-    at = torch.topk(best, k=kept, dim=-1, sorted=False)[1]
-    keep = torch.zeros_like(best).scatter_(1, at, 1)
-    keep = keep.unsqueeze(-1).expand(-1, groups, N // groups).reshape(-1, N)
-    choice = choice.masked_fill(torch.bitwise_not(keep.bool()), mask)
-    indices = torch.topk(choice, k=k, dim=-1, sorted=False)[1]
-    weights = scores.gather(1, indices)
-    weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return weights * 2.5, indices
-
-
-def gpt_oss(m: Any, x: torch.Tensor, k: int = 4) -> tuple[torch.Tensor, ...]:
-    """topk of the logits, then a softmax of what was picked."""
-    values, indices = torch.topk(linear(x, m.w, m.c), k, dim=-1)
-    return softmax(values, dim=1, dtype=values.dtype), indices
+def distinct(rows: int = T, n: int = N) -> tuple[torch.Tensor, torch.Tensor]:
+    """x and a weight whose product is exact in every dtype, all logits of a row different."""
+    x = torch.randn(rows, H).to(BF16)
+    x[:, :n] = torch.stack([torch.randperm(n) for _ in range(rows)]) / 4 - n / 8
+    return x, torch.eye(n, H, dtype=BF16)[torch.randperm(n)]

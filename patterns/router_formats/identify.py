@@ -69,12 +69,13 @@ def battery(base: Router, rows: int, seed: int, numbers: Sequence[float] = ()) -
 
     In turn: random ones of some sizes, few values and so many ties, neighbours in their dtype, all
     equal, so small or so large that scores are 0 or 1, around the threshold of a softplus, all far
-    below 0, few above the others, zeros of both signs, infinities and nan, about its numbers.
+    below 0, few above the others, few whose scores are not 0, zeros of both signs, infinities and
+    nan, about its numbers.
     """
     n, dtype = base.n, base.logits
     seeded = torch.Generator().manual_seed(seed)
     x = torch.randn((rows, n), generator=seeded)
-    turn = torch.arange(rows)[:, None] % 13
+    turn = torch.arange(rows)[:, None] % 14
     size = torch.exp2(torch.randint(-6, 5, (rows, 1), generator=seeded).float())
     few = torch.randint(-2, 3, (rows, n), generator=seeded) * 0.5
     step = torch.randint(-2, 3, (rows, n), generator=seeded).float()
@@ -86,9 +87,10 @@ def battery(base: Router, rows: int, seed: int, numbers: Sequence[float] = ()) -
     worst = odd[torch.randint(0, len(odd), (rows, n), generator=seeded)]
     marks = torch.tensor([*numbers, 1.0])
     marks = marks[torch.randint(0, len(marks), (rows, n), generator=seeded)] * (1 + step * 1e-3)
+    sparse = torch.where(torch.rand((rows, n), generator=seeded) < 0.25, x, -300.0)
     kinds = (
         x, x * size, few, near, size.expand(rows, n), x * 200, 20 + x * 2, low, spikes, drawn,
-        torch.where(torch.rand((rows, n), generator=seeded) < 0.1, worst, x), x * 1e-4, marks,
+        torch.where(torch.rand((rows, n), generator=seeded) < 0.1, worst, x), x * 1e-4, marks, sparse,
     )  # fmt: skip
     found = x
     for i, kind in enumerate(kinds):
