@@ -21,6 +21,8 @@ _FUNCTIONS = {
     "fp8_blockwise_scaled_mm": _MATMUL,
     "bmm_fp8": "qinductor.kernels.sgl_batched",
     "fp8_gemm_nt": "qinductor.kernels.sgl_gemm_nt",
+    "dsv3_router_gemm": "qinductor.kernels.sgl_router",
+    "dsv3_fused_a_gemm": "qinductor.kernels.sgl_router",
 }
 
 

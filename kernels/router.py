@@ -125,6 +125,8 @@ class Router(Hashed):
             raise ValueError(f"{self.kept} groups are kept; wanted 1 to all {self.groups}")
         if (self.hidden > 0) != (self.x is not None) or (self.x is None) != (self.weight is None):
             raise ValueError("a product has a hidden size and two dtypes; given logits have none")
+        if self.logit_bias is not None and not self.hidden:
+            raise ValueError("a bias of the product, and no product: given logits have it already")
 
     def __str__(self) -> str:
         return render(self)
@@ -211,7 +213,7 @@ def reference(
     scores, score = logits.to(c.compute), SCORES[c.score]
     if c.order == "score-select":
         scores = score(scores).to(c.ordered)
-    choice = scores if c.bias is None else (scores + inputs[-1]).to(c.ordered)
+    choice = scores if c.bias is None else (scores.to(FP32) + inputs[-1].to(FP32)).to(c.ordered)
     choice = kept(c, choice) if c.groups > 1 else choice
     indices = largest(choice, c.k)
     taken = (choice if c.taken == "choice" else scores).gather(-1, indices)

@@ -84,9 +84,11 @@ def contract(n: int, k: int, dtype: torch.dtype = FP32, **fields: Any) -> Router
     return Router(n, k, **{"logits": dtype, "compute": FP32, "out": FP32, **fields})
 
 
-def of_product(c: Router, hidden: int, x: torch.dtype = BF16, weight: torch.dtype = BF16) -> Router:
+def of_product(
+    c: Router, hidden: int, x: torch.dtype = BF16, weight: torch.dtype = BF16, **fields: Any
+) -> Router:
     """The contract with the product that makes its logits."""
-    return dataclasses.replace(c, hidden=hidden, x=x, weight=weight)
+    return dataclasses.replace(c, hidden=hidden, x=x, weight=weight, **fields)
 
 
 DEEPSEEK: dict[str, Any] = {
@@ -152,8 +154,8 @@ PRODUCTS = {
     "deepseek v4 fp32 weight": of_product(MODELS["deepseek v4"], 4096, weight=FP32),
     "mixtral": of_product(MODELS["mixtral"], 4096),
     "qwen3": of_product(MODELS["qwen3"], 2048),
-    "gpt oss": dataclasses.replace(of_product(MODELS["gpt oss"], 2880), logit_bias=BF16),
-    "odd": of_product(contract(67, 5, FP32, logit_bias=FP32), 513),
+    "gpt oss": of_product(MODELS["gpt oss"], 2880, logit_bias=BF16),
+    "odd": of_product(contract(67, 5), 513, logit_bias=FP32),
     "fp16": of_product(contract(48, 4, FP16, out=FP16), 320, FP16, FP16),
     "fp32": of_product(contract(48, 4, bias=FP32), 320, FP32, FP32),
     "bf16 rounded from fp16": of_product(contract(48, 4, BF16), 320, FP16, FP16),

@@ -11,6 +11,8 @@ import qinductor.kernels as sgl_kernel
 ROOT = Path(__file__).parents[1]
 NAMES = (
     "bmm_fp8",
+    "dsv3_fused_a_gemm",
+    "dsv3_router_gemm",
     "fp8_blockwise_scaled_mm",
     "fp8_gemm_nt",
     "fp8_scaled_mm",
