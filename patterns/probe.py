@@ -32,6 +32,7 @@ EMPTY = {
 }  # fmt: skip
 GIVEN = 0.0213  # a scale that a region is given
 USUAL = 8  # for a symbol whose value is not known
+SIZES = (int, torch.SymInt)
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -169,7 +170,8 @@ def function(
         node = stack.pop()
         if node not in needed and node not in inputs:
             needed.add(node)
-            stack.extend(() if node in ends else node.all_input_nodes)
+            behind = () if node in ends else node.all_input_nodes
+            stack.extend(n for n in behind if not isinstance(n.meta.get("val"), SIZES))
     given, nodes, constants = [], [], {}
     for node in (n for n in order if n in needed):
         value = node.meta.get("val")

@@ -50,7 +50,7 @@ class RouterPattern:
     def lower(self, node: Node, scope: Scope, planner: Planner) -> Fusion:
         """The lowering of one router, or Refused."""
         found = self._find(node, scope)
-        contract, inputs = found.contract, (found.site.logits,)
+        contract, inputs = found.contract, (found.logits,)
         if not found.needed and (made := product_of(contract, found.site.logits)) is not None:
             with contextlib.suppress(Refused):  # no provider has it: the product stays the graph's
                 return _fusion(found, *made, planner)

@@ -298,4 +298,4 @@ def of_rank_three(m: Any, x: torch.Tensor) -> Results:
 @spelling(hidden=0)
 def stored_turned(m: Any, x: torch.Tensor) -> Results:
     """The product takes its weight as it is."""
-    return torch.softmax((x @ m.w.t().contiguous()).float(), -1).topk(4)
+    return torch.softmax((x @ m.w.view(x.shape[1], N)).float(), -1).topk(4)

@@ -29,6 +29,7 @@ class Anywhere(Reference):
 
 def provided() -> contextlib.AbstractContextManager[Any]:
     """Within it the operator has a provider for every target, and no other."""
+    qinductor.load()
     reference = {Reference.name: ROUTER.providers[Reference.name], Anywhere.name: Anywhere()}
     return mock.patch.dict(ROUTER.providers, reference, clear=True)
 

@@ -3,10 +3,12 @@
 import contextlib
 import dataclasses
 import itertools
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from qinductor.errors import Refused
 from qinductor.kernels.router import Router, reference
@@ -24,7 +26,7 @@ from qinductor.patterns.router_formats.identify import (
     identify,
 )
 from qinductor.patterns.router_formats.sites import Site, is_narrowed, rows_of, site_of
-from qinductor.regions import CASTS, FLOATS, Scope, aten, prims
+from qinductor.regions import CASTS, FLOATS, VIEWS, Scope, aten, prims
 
 PROBES = 96  # rows of a battery
 PROOFS = (5, 400)  # rows of the runs of a proof, where they are symbolic; of the last at least
@@ -57,6 +59,7 @@ class Found:
     """A proved router.
 
     contract  with the logits given
+    logits    of all their axes
     needed    whether the graph reads its logits or scores beside it
     replaced  nodes for weights and indices
     region    all that they depend on, but the logits
@@ -64,6 +67,7 @@ class Found:
     """
 
     contract: Router
+    logits: Node
     site: Site
     needed: bool
     replaced: tuple[tuple[Node, ...], ...]
@@ -103,6 +107,7 @@ class Finder(Prober):
         read = any(user not in inside for user in site.indices.users)
         return Found(
             contract=contract,
+            logits=_viewed(site.logits, inside),
             site=site,
             needed=needed,
             replaced=(weights, (indices,) if read else ()),
@@ -231,6 +236,14 @@ def _dtypes(region: Function) -> list[torch.dtype]:
     held = [n.meta.get("val") for n in (*region.inputs, *region.nodes)]
     found = [v.dtype for v in held if isinstance(v, torch.Tensor) and v.dtype in FLOATS]
     return list(dict.fromkeys(found))
+
+
+def _viewed(logits: Node, inside: Collection[Node]) -> Node:
+    """The logits as what follows takes them, of more axes than their product has."""
+    views = [user for user in logits.users if user in inside and user.target in VIEWS]
+    n = logits.meta["val"].shape[-1]
+    whole = [view for view in views if statically_known_true(view.meta["val"].shape[-1] == n)]
+    return whole[0] if whole else logits
 
 
 def _sweep(result: Node) -> None:

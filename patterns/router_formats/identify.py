@@ -90,7 +90,8 @@ def battery(base: Router, rows: int, seed: int, numbers: Sequence[float] = ()) -
     sparse = torch.where(torch.rand((rows, n), generator=seeded) < 0.25, x, -300.0)
     kinds = (
         x, x * size, few, near, size.expand(rows, n), x * 200, 20 + x * 2, low, spikes, drawn,
-        torch.where(torch.rand((rows, n), generator=seeded) < 0.1, worst, x), x * 1e-4, marks, sparse,
+        torch.where(torch.rand((rows, n), generator=seeded) < 0.1, worst, x), x * 1e-4, marks,
+        sparse,
     )  # fmt: skip
     found = x
     for i, kind in enumerate(kinds):

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from qinductor.kernels.router import Router
 from qinductor.patterns.probe import fixed
@@ -37,7 +38,7 @@ def product_of(contract: Router, logits: Node) -> tuple[Router, Inputs] | None:
         operands = [*node.args]
     else:
         return None
-    x, weight = _exact(operands[0]), _weight(operands[1])
+    x, weight = _rows(operands[0]), _weight(operands[1])
     if weight is None or fixed(x.meta["val"].shape[-1]) is None:
         return None
     inputs = (x, weight) if bias is None else (x, weight, bias)
@@ -52,6 +53,21 @@ def product_of(contract: Router, logits: Node) -> tuple[Router, Inputs] | None:
         logit_bias=None if bias is None else _dtype(bias),
     )
     return made, inputs
+
+
+def _rows(node: Any) -> Node:
+    """x, of any rank and in its own dtype."""
+    h = node.meta["val"].shape[-1]
+    while True:
+        source: Any = _exact(node)
+        if source is node and node.target in VIEWS:
+            source = node.args[0]
+            held = source.meta["val"]
+            if held.dim() < 2 or not statically_known_true(held.shape[-1] == h):
+                return node  # type: ignore[no-any-return]
+        if source is node:
+            return node  # type: ignore[no-any-return]
+        node = source
 
 
 def _weight(node: Any) -> Node | None:

@@ -179,8 +179,9 @@ class _Varying:
                 held = isinstance(current.meta.get("val"), torch.Tensor)
                 self.known[current] = held and current not in self.scope.leaves
             elif current.op == "call_function":
-                drawn = isinstance(current.meta.get("val"), HELD) and not pure(current)
-                self.known[current] = drawn or any(self.known[n] for n in current.all_input_nodes)
+                held = isinstance(current.meta.get("val"), HELD)  # sizes do not vary
+                given = any(self.known[n] for n in current.all_input_nodes)
+                self.known[current] = held and (given or not pure(current))
             else:
                 self.known[current] = False
         return self.known[node]
@@ -379,11 +380,11 @@ def _is_made_of_numbers(node: Node) -> bool:
     stack, seen = [node], {node}
     while stack:
         current = stack.pop()
-        held = isinstance(current.meta.get("val"), HELD)
-        if current.op == "placeholder" and held:
+        if current.op == "placeholder":
             return False
-        stack.extend(m for m in current.all_input_nodes if m not in seen)
-        seen.update(current.all_input_nodes)
+        inputs = {m for m in current.all_input_nodes if isinstance(m.meta.get("val"), HELD)} - seen
+        stack.extend(inputs)
+        seen |= inputs
     return True
 
 
