@@ -28,9 +28,9 @@ from torch.fx import Graph, Node
 from qinductor.errors import Refused
 from qinductor.kernels.router import ROUTER, Router
 from qinductor.pattern import Fusion, Planner
+from qinductor.patterns.router_formats.anchors import candidates
 from qinductor.patterns.router_formats.find import Finder, Found
 from qinductor.patterns.router_formats.products import product_of
-from qinductor.patterns.router_formats.sites import candidates
 from qinductor.regions import Scope
 
 
@@ -45,7 +45,7 @@ class RouterPattern:
 
     def candidates(self, graph: Graph, scope: Scope) -> Iterator[Node]:
         """What picks the k largest."""
-        return candidates(graph, scope)
+        return candidates(graph)
 
     def lower(self, node: Node, scope: Scope, planner: Planner) -> Fusion:
         """The lowering of one router, or Refused."""

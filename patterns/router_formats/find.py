@@ -187,7 +187,7 @@ def prove(asked: Remembered, contract: Router, known: Known) -> None:
 
 def _reason(asked: Remembered, base: Router, given: list[Answers], known: Known) -> str | None:
     """Why a region is no router, if that is one of two reasons."""
-    if _mixes(asked, base, given[0]):
+    if _mixes(asked, base, given[0].bias):
         return (
             "a token's experts and weights must be computed of its own logits; they depend on "
             "those of other tokens, too"
@@ -205,18 +205,20 @@ def _reason(asked: Remembered, base: Router, given: list[Answers], known: Known)
     return None
 
 
-def _mixes(asked: Remembered, base: Router, given: Answers) -> bool:
+def _mixes(asked: Remembered, base: Router, bias: torch.Tensor | None) -> bool:
     """Whether other answers are given to rows that are in other company."""
-    if asked.function.rows(len(given.logits)) == 1:
+    if asked.function.rows(PROBES) == 1:
         return False
-    other = battery(base, len(given.logits), SEED - 1)
-    other[::2] = given.logits[::2]
-    again = _ask(asked, "mixed", other, given.bias, -1)
-    if not torch.equal(again.indices[::2], given.indices[::2]):
+    drawn = torch.randn((2, PROBES, base.n), generator=torch.Generator().manual_seed(SEED))
+    drawn[1, ::2] = drawn[0, ::2]
+    first, second = (
+        _ask(asked, f"company {i}", rows.to(base.logits), bias, -1) for i, rows in enumerate(drawn)
+    )
+    if not torch.equal(first.indices[::2], second.indices[::2]):
         return True
-    if again.weights is None or given.weights is None:
+    if first.weights is None or second.weights is None:
         return False
-    return not same(again.weights[::2], given.weights[::2]).all()
+    return not same(first.weights[::2], second.weights[::2]).all()
 
 
 def _groups(region: Function, site: Site) -> list[tuple[int, int]]:

@@ -4,30 +4,26 @@ import dataclasses
 import heapq
 import math
 import operator
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from qinductor.errors import Refused
-from qinductor.patterns.activation_formats.sources import expandable
 from qinductor.patterns.probe import count, fixed
+from qinductor.patterns.router_formats.anchors import (
+    COUNTS,
+    DEPTH,
+    HELD,
+    MOST,
+    PARTS,
+    SELECTS,
+    SORTS,
+    goes_on,
+    is_tensor,
+)
 from qinductor.regions import CASTS, FLOATS, MOVES, PRODUCTS, VIEWS, Scope, aten, describe, pure
-
-MOST = 1024  # experts
-DEPTH = 256  # nodes between the logits and a topk
-SORTS = {aten.sort.default, aten.sort.stable}
-PEAKS = {aten.argmax.default, aten.max.dim}
-SELECTS = {aten.topk.default, *SORTS, aten.argmax.default}
-# What puts values at the places of the experts, takes them from there, or adds them up.
-PLACES = {
-    aten.gather.default, aten.scatter.value, aten.scatter.src, aten.scatter_add.default,
-    aten.sum.default, aten.cat.default,
-}  # fmt: skip
-COUNTS = {aten.cumsum.default}
-PARTS = {aten.index.Tensor, aten.index_select.default}  # by which rows go to their experts
-HELD = (torch.Tensor, list, tuple)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -49,57 +45,6 @@ class Site:
     bias: Node | None
     indices: Node
     weights: Node | None
-
-
-def candidates(graph: Graph, scope: Scope) -> Iterator[Node]:
-    """What picks the k largest, or its first result; not what is part of another one's choice."""
-    found = [node for node in graph.nodes if _picks(node)]
-    inner = {other for node in found for other in _behind(node) if other is not node}
-    for node in found:
-        repeated = node.target in PEAKS
-        if node not in inner and (not repeated or any(n.target in PEAKS for n in _behind(node))):
-            yield from [node, *node.users][node.target is not aten.argmax.default :][:1]
-
-
-def _picks(node: Node) -> bool:
-    """Whether a node may pick experts: a topk, a sort that is cut, a maximum of a few columns."""
-    if node.target is aten.topk.default:
-        return True
-    if node.target not in SORTS | PEAKS or not node.args:
-        return False
-    value: Any = node.args[0].meta["val"]  # type: ignore[union-attr]
-    if value.dtype not in FLOATS or value.dim() < 2:
-        return False
-    n = fixed(value.shape[-1])
-    if n is None or n > MOST:
-        return False
-    return node.target in PEAKS or any(
-        user.target is aten.slice.Tensor for part in node.users for user in part.users
-    )
-
-
-def _behind(node: Node) -> set[Node]:
-    """What picks, behind this node and in front of its logits."""
-    found: set[Node] = set()
-    seen: set[Node] = set()
-    stack = [*node.all_input_nodes]
-    while stack and len(seen) < DEPTH:
-        current = stack.pop()
-        if current in seen or not goes_on(current):
-            continue
-        seen.add(current)
-        stack.extend(current.all_input_nodes)
-        if current.target in SELECTS | PEAKS:
-            found.add(current)
-    return found
-
-
-def goes_on(node: Node) -> bool:
-    """Whether a router may compute this."""
-    if node.op != "call_function" or not pure(node) or node.target in PRODUCTS:
-        return False
-    made_of_numbers = not any(isinstance(n.meta.get("val"), HELD) for n in node.all_input_nodes)
-    return made_of_numbers or node.target in SELECTS | PLACES | COUNTS or expandable(node)
 
 
 def site_of(result: Node, scope: Scope) -> Site:
@@ -133,7 +78,7 @@ def _sizes(anchor: Node) -> tuple[int, int]:
     named |= anchor.kwargs
     value, k, dim = anchor.args[0].meta["val"], named["k"], named.get("dim", -1)  # type: ignore[union-attr]
     if value.dtype not in FLOATS:
-        raise Refused(f"experts are picked by scores in {FLOATS}; it is {describe(anchor.args[0])}")  # type: ignore[arg-type]
+        raise Refused(f"experts are picked by scores in floats; it is {describe(anchor.args[0])}")  # type: ignore[arg-type]
     if value.dim() < 2 or dim not in (-1, value.dim() - 1):
         raise Refused(
             f"experts must lie along the last axis of two or more; topk picks along axis {dim} of "
@@ -271,9 +216,11 @@ def _computed(
         behind = not after.isdisjoint(node.all_input_nodes)
         if behind and node.target in (SELECTS - {aten.argmax.default}) | PARTS:
             continue  # tokens are sorted by their experts
-        others = [m for m in node.all_input_nodes if m not in found]
+        others = [m for m in node.all_input_nodes if m not in found and is_tensor(m)]
         if any(varies(m) and (m.op != "placeholder" or _is_rows(m)) for m in others):
             continue
+        if behind and not all(map(_is_made_of_numbers, others)):
+            continue  # such as a scale whose value is given: what it makes stays the graph's
         found.add(node)
         order.append(node)
         if node is anchor or behind:
@@ -358,7 +305,7 @@ def _bias(order: Sequence[Node], region: set[Node], n: int, varies: _Varying) ->
     inside, found = set(order), set[Node]()
     beside = {m for node in order[1:] for m in node.all_input_nodes if m not in inside}
     for node in sorted(beside, key=str):
-        if not isinstance(node.meta.get("val"), torch.Tensor) or _is_made_of_numbers(node):
+        if not is_tensor(node) or _is_made_of_numbers(node):
             continue
         source: Any = node
         while not _is_vector(source, n) and source.target in MOVES:
@@ -382,7 +329,7 @@ def _is_made_of_numbers(node: Node) -> bool:
         current = stack.pop()
         if current.op == "placeholder":
             return False
-        inputs = {m for m in current.all_input_nodes if isinstance(m.meta.get("val"), HELD)} - seen
+        inputs = set(filter(is_tensor, current.all_input_nodes)) - seen
         stack.extend(inputs)
         seen |= inputs
     return True
