@@ -282,6 +282,19 @@ def test_experts_are_sorted_by_a_mixture_that_stays():
     assert found(mixture, tokens(), w=weight()).normalised == "s+eps"
 
 
+@pytest.mark.parametrize("wide", [False, True])
+def test_indices_of_32_bits(wide):
+    """Only where nothing reads them in 64: there is one choice of experts."""
+
+    def router(m, x):
+        weights, indices = mixtral(m, x)
+        narrow = indices.to(torch.int32)
+        return weights, narrow, m.e.expand(len(x), N).gather(1, indices) if wide else None
+
+    contract = found(router, tokens(), w=weight(), e=torch.randn(N))
+    assert contract.indices is (torch.int64 if wide else torch.int32)
+
+
 def test_equal_regions_are_probed_once():
     def layers(m, x):
         return (*mixtral(m, x), *mixtral(Of(None, w=m.v), x), *deepseek_v3(m, x))

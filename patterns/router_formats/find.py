@@ -97,8 +97,8 @@ class Finder(Prober):
         region = function([site.logits], [*outputs, *exact], list(graph.nodes), ends=ends)
         region = dataclasses.replace(region, whole=True, instead=INSTEAD)
         contract = self.once(region.text(), lambda: self._identified(region, site))
-        indices = _narrowed(site.indices)
         inside = {*region.nodes, site.logits}
+        indices = _narrowed(site.indices, inside)
         results = {*outputs, *(n for n in region.nodes if n.target is aten.topk.default)}
         needed = any(u not in inside for n in inside - results for u in n.users)
         if indices is not site.indices:
@@ -255,9 +255,9 @@ def _sweep(result: Node) -> None:
             node.graph.erase_node(user)
 
 
-def _narrowed(indices: Node) -> Node:
-    """The indices in int32, if nothing but what gathers scores reads them wider."""
+def _narrowed(indices: Node, inside: Collection[Node]) -> Node:
+    """The indices in int32, if nothing outside reads them wider."""
     casts = [u for u in indices.users if u.target in CASTS]
-    others = [u for u in indices.users if u not in casts and u.target is not aten.gather.default]
+    others = [u for u in indices.users if u not in casts and u not in inside]
     one = len(casts) == 1 and casts[0].meta["val"].dtype is torch.int32
     return casts[0] if one and not others else indices
