@@ -25,6 +25,8 @@ _FUNCTIONS = {
     "shuffle_rows": _ROWS,
     "get_cutlass_w4a8_moe_mm_data": _ROWS,
     "cutlass_w4a8_moe_mm": "qinductor.kernels.sgl_moe_matmul",
+    "dsv3_router_gemm": "qinductor.kernels.sgl_router",
+    "dsv3_fused_a_gemm": "qinductor.kernels.sgl_router",
 }
 
 

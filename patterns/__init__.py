@@ -3,6 +3,7 @@
 from qinductor.pattern import Pattern
 from qinductor.patterns.dequant_matmul import DequantMatmulPattern
 from qinductor.patterns.quantize import NormQuantizePattern, QuantizePattern
+from qinductor.patterns.router import RouterPattern
 from qinductor.patterns.scaled_matmul import ScaledMatmulPattern
 
 PATTERNS: tuple[Pattern, ...] = (
@@ -11,4 +12,5 @@ PATTERNS: tuple[Pattern, ...] = (
     DequantMatmulPattern(),
     NormQuantizePattern(),
     QuantizePattern(),
+    RouterPattern(),
 )

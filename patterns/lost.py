@@ -15,10 +15,10 @@ from torch.fx import Node
 
 from qinductor.errors import Refused
 from qinductor.patterns.activation_formats.identify import battery
-from qinductor.patterns.activation_formats.probe import GIVEN, Function, function
-from qinductor.patterns.activation_formats.sources import fixed, site_of
+from qinductor.patterns.activation_formats.sources import site_of
 from qinductor.patterns.code_products import CodeProduct
 from qinductor.patterns.failures import FAILURES, said
+from qinductor.patterns.probe import GIVEN, Function, fixed, function
 from qinductor.patterns.whole import span
 from qinductor.regions import Scope, behind
 

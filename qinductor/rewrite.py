@@ -145,18 +145,18 @@ def _escapes(node: Node) -> bool:
     return any(user.op == "output" or _escapes(user) for user in views)
 
 
-def _shaped(insert: Insert, node: Node, old: torch.Tensor) -> Node:
+def _shaped(insert: _Inserter, node: Node, old: torch.Tensor) -> Node:
     """The result as a view of the shape of what it replaces; as it is if that needs none."""
     shape, symbolic = tuple(node.meta["val"].shape), has_free_symbols
     if len(shape) == old.dim() and all(map(statically_known_true, map(eq, shape, old.shape))):
         return node
     sizes: list[Any] = [-1 if symbolic(s) else int(s) for s in old.shape]
-    if sizes.count(-1) > 1:
-        known = [i for i, size in enumerate(shape) if symbolic(size)]
-        for i, size in enumerate(old.shape):
-            same = [j for j in known if statically_known_true(shape[j] == size)]
-            if sizes[i] == -1 and same:
-                sizes[i] = insert(aten.sym_size.int, node, same[0])
+    held = (node, *(n for n in insert.fusion.inputs if isinstance(n, Node)))
+    known = [(n, j) for n in held for j, size in enumerate(n.meta["val"].shape) if symbolic(size)]
+    for i, size in enumerate(old.shape) if sizes.count(-1) > 1 else ():
+        same = [(n, j) for n, j in known if statically_known_true(n.meta["val"].shape[j] == size)]
+        if sizes[i] == -1 and same:
+            sizes[i] = insert(aten.sym_size.int, *same[0])
     if sizes.count(-1) > 1:
         raise Refused(f"no view of {list(shape)} has the shape {list(old.shape)}")
     return insert(aten.view.default, node, sizes)

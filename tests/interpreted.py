@@ -22,6 +22,7 @@ from qinductor.kernels import dequant_matmul_triton
 _MODULES = {
     "dequant_matmul_triton": ("dequant_matmul_triton_decode", "dequant_matmul_triton_kernels"),
     "quantize_triton": ("quantize_triton_numbers", "quantize_triton_kernels"),
+    "router_triton": ("quantize_triton_numbers", "router_triton_kernels"),
     "scaled_matmul_triton": ("scaled_matmul_triton_kernels",),
     "sgl_moe_matmul_triton": ("sgl_moe_matmul_kernels",),
     "sgl_moe_rows": ("sgl_moe_rows_kernels",),

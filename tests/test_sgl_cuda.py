@@ -8,6 +8,7 @@ import pytest
 import test_sgl_matmul as matmul
 import test_sgl_moe as moe
 import test_sgl_quantize as quantize
+import test_sgl_router as router
 import torch
 from sgl import (
     BF16,
@@ -30,7 +31,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 TOKENS = (1, 4, 16, 64, 127, 128, 512, 1024, 4096, 8192)
 HIDDEN = (512, 1024, 1536, 2048, 4096, 7168, 16384)
 
-for _module in (matmul, quantize, moe):  # every test that asks for a device
+for _module in (matmul, quantize, moe, router):  # every test that asks for a device
     for _name, _test in list(vars(_module).items()):
         if _name.startswith("test_") and "device" in inspect.signature(_test).parameters:
             globals()[f"{_name}_{_module.__name__[9:]}"] = _test
@@ -239,6 +240,10 @@ def test_tensors_on_two_devices_are_refused(device):
     w = torch.zeros(128, 128).to(E4M3).t()
     with pytest.raises(RuntimeError, match=near):
         sgl_kernel.fp8_scaled_mm(a, w, s.to(device), s[:1], BF16)
+    with pytest.raises(RuntimeError, match=near):
+        sgl_kernel.dsv3_router_gemm(x, torch.zeros(8, 128, dtype=BF16))
+    with pytest.raises(RuntimeError, match=near):
+        sgl_kernel.dsv3_fused_a_gemm(x, x.t(), torch.zeros(4, 4, dtype=BF16))
 
 
 # Experts ---------------------------------------------------------------------------------------

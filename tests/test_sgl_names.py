@@ -12,6 +12,8 @@ ROOT = Path(__file__).parents[1]
 NAMES = (
     "bmm_fp8",
     "cutlass_w4a8_moe_mm",
+    "dsv3_fused_a_gemm",
+    "dsv3_router_gemm",
     "fp8_blockwise_scaled_mm",
     "fp8_gemm_nt",
     "fp8_scaled_mm",

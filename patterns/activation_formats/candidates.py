@@ -10,9 +10,8 @@ from qinductor.errors import Refused
 from qinductor.kernels.quantize import Quantize
 from qinductor.patterns.activation_formats.identify import Answers, battery
 from qinductor.patterns.activation_formats.layouts import made_of
-from qinductor.patterns.activation_formats.probe import Function, Numbers, Remembered
 from qinductor.patterns.activation_formats.prove import prove
-from qinductor.patterns.activation_formats.sources import count
+from qinductor.patterns.probe import Function, Numbers, Remembered, count
 from qinductor.regions import FLOATS
 
 SCALE = (*FLOATS, torch.float8_e8m0fnu)

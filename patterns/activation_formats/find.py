@@ -1,12 +1,10 @@
 """What a cast to codes computes: where y begins, how it is quantised, what makes it."""
 
-import contextlib
 import dataclasses
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch.fx import Node
@@ -28,24 +26,25 @@ from qinductor.patterns.activation_formats.gates import source_of
 from qinductor.patterns.activation_formats.identify import Answers, battery, identify, near, plain
 from qinductor.patterns.activation_formats.layouts import proves, stored_as
 from qinductor.patterns.activation_formats.norms import norm_of
-from qinductor.patterns.activation_formats.probe import (
-    GIVEN,
-    Function,
-    Numbers,
-    Remembered,
-    function,
-    numbers,
-)
 from qinductor.patterns.activation_formats.prove import prove
 from qinductor.patterns.activation_formats.sources import (
     PARTIAL,
     Site,
     beginning,
-    fixed,
     is_reduced,
     site_of,
 )
 from qinductor.patterns.failures import FAILURES, said
+from qinductor.patterns.probe import (
+    GIVEN,
+    Function,
+    Numbers,
+    Prober,
+    Remembered,
+    fixed,
+    function,
+    numbers,
+)
 from qinductor.regions import FLOATS, INTEGER, Scope, aten, describe
 
 TRIED = 8  # contracts of one batch of answers that are proved
@@ -84,13 +83,12 @@ class Quantiser:
     literal: float | None
 
 
-class Finder:
+class Finder(Prober):
     """Finds quantisers; equal regions are probed and proved once. norms: of RMS norms alone."""
 
     def __init__(self, norms: bool = False) -> None:
+        super().__init__()
         self.norms = norms
-        self._known: dict[str, Any] = {}
-        self.runs = 0
 
     def __call__(self, codes: Node, scope: Scope) -> Found:
         """The farthest source of a cast that the operator has, proved; or Refused."""
@@ -119,7 +117,7 @@ class Finder:
         outputs, sums = [nodes[0] for nodes in after.outputs], _sums(site, inputs, source)
         region = function(inputs, [*outputs, *sums], site.order, self.norms)
         if inputs != (y,):
-            self._once(
+            self.once(
                 f"{region.text()}\n{contract}",
                 lambda: self._proved_whole(region, contract, after),
             )
@@ -142,7 +140,7 @@ class Finder:
         )
 
     def _proved_whole(self, region: Function, contract: Quantize, after: Quantiser) -> None:
-        with self._asking(region) as asked:
+        with self.asking(region) as asked:
             places = range(len(region.outputs))
             prove(asked, places, contract, after.numbers.every, after.literal)
 
@@ -157,38 +155,17 @@ class Finder:
         inside = {n for n in site.order if n not in site.side}
 
         def has_form(part: Function, member: Quantize) -> bool:
-            with self._asking(part) as asked:
+            with self.asking(part) as asked:
                 return proves(asked, contract, member, after.numbers.every)
 
         form, node = stored_as(
             contract, after.outputs[1], site.codes, inside,
-            lambda part, member: self._once(
+            lambda part, member: self.once(
                 f"{part.text()}\n{contract}\n{member}", lambda: has_form(part, member)
             ),
         )  # fmt: skip
         nodes = (after.outputs[0], (node,))
         return form, after.outputs if node is after.outputs[1][0] else nodes
-
-    @contextlib.contextmanager
-    def _asking(self, region: Function) -> Iterator[Remembered]:
-        """A region whose runs are counted."""
-        asked = Remembered(region)
-        try:
-            yield asked
-        finally:
-            self.runs += asked.runs
-
-    def _once(self, key: str, make: Callable[[], Any]) -> Any:
-        """What `make` returns or how it refuses, for regions of one text."""
-        if key not in self._known:
-            try:
-                self._known[key] = make()
-            except Refused as refusal:
-                self._known[key] = refusal
-        found = self._known[key]
-        if isinstance(found, Refused):
-            raise found
-        return found
 
     def _quantiser(self, site: Site, y: Node) -> Quantiser:
         """What follows y."""
@@ -206,7 +183,7 @@ class Finder:
         known = numbers(region)
         places = tuple([region.outputs.index(n) for n in found] for found in (scales, zeros))
         read = [region.outputs.index(n) for n in used]
-        contract, outputs, literal = self._once(
+        contract, outputs, literal = self.once(
             f"{region.text()}\n{places} {read}",
             lambda: self._identified(region, places, read, known),
         )
@@ -225,7 +202,7 @@ class Finder:
         refusals: list[tuple[tuple[bool, int], Refused]] = []
         whole = [i for i in zeros if _dtype(region.outputs[i]) in INTEGER]
         order = [*whole, None, *(i for i in zeros if i not in whole)]
-        with self._asking(region) as asked:
+        with self.asking(region) as asked:
             for zero, scale in itertools.product(order, scales):
                 group = group_of(region, region.outputs[scale])
                 if group is None or not (zero is None or is_zero(region, zero, scale, group)):
@@ -281,7 +258,7 @@ class Finder:
         refused: Refused | None = None
         rows = region.rows(GROUPS[0])
         member = dataclasses.replace(base, static=True, scale=scale)
-        with self._asking(region) as asked:
+        with self.asking(region) as asked:
             for value in values:
                 y = near(battery(rows, base.k, base.x, [*known.every, value], 0), value, 0)
                 codes = asked(value, [y], region.filled(value))[0].reshape(y.shape)
@@ -310,7 +287,7 @@ class Finder:
         if region.given and not self.norms:
             return None, cut
         make = norm_of if self.norms else source_of
-        runs, source, turned = self._once(region.text(), lambda: make(region))
+        runs, source, turned = self.once(region.text(), lambda: make(region))
         self.runs += runs
         return source, cut[::-1] if turned else cut
 

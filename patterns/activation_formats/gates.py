@@ -8,7 +8,7 @@ import torch
 
 from qinductor.kernels.quantize import ACTIVATIONS, Quantize, Source, value
 from qinductor.patterns.activation_formats.identify import battery, plain
-from qinductor.patterns.activation_formats.probe import BITS, Function, numbers, same
+from qinductor.patterns.probe import BITS, Function, numbers, same
 from qinductor.regions import HALVES
 
 SAMPLE = 4096  # elements that the family is compared on first

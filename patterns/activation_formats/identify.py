@@ -16,7 +16,7 @@ import torch
 from qinductor.contracts import short
 from qinductor.errors import Refused
 from qinductor.kernels.quantize import POWERS, Quantize, Source, quantised, scales, stored
-from qinductor.patterns.activation_formats.probe import BITS, MOST, Numbers, same
+from qinductor.patterns.probe import BITS, MOST, Numbers, same
 from qinductor.regions import FLOATS
 
 FP32 = torch.float32

@@ -17,9 +17,8 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from qinductor.kernels.quantize import LAYOUTS, Quantize, laid_out, scales, stored
 from qinductor.patterns.activation_formats.identify import battery
-from qinductor.patterns.activation_formats.probe import Function, Remembered, function, same
-from qinductor.patterns.activation_formats.sources import count
 from qinductor.patterns.failures import FAILURES
+from qinductor.patterns.probe import Function, Remembered, count, function, same
 from qinductor.regions import FLOATS, PRODUCTS, pure
 
 E8M0 = torch.float8_e8m0fnu

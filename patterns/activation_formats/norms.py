@@ -6,7 +6,7 @@ import torch
 
 from qinductor.kernels.quantize import Source, value
 from qinductor.patterns.activation_formats.identify import battery, plain
-from qinductor.patterns.activation_formats.probe import Function, numbers, same
+from qinductor.patterns.probe import Function, numbers, same
 
 ROWS = 24  # of a run
 

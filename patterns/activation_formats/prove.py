@@ -7,7 +7,7 @@ import torch
 from qinductor.errors import Refused
 from qinductor.kernels.quantize import Quantize, reference
 from qinductor.patterns.activation_formats.identify import battery, near
-from qinductor.patterns.activation_formats.probe import Remembered, same
+from qinductor.patterns.probe import Remembered, same
 
 ROWS = (3, 40)  # of the runs of a proof, where they are symbolic
 GROUPS = 64  # that a proof sees at least

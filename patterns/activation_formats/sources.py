@@ -5,25 +5,17 @@ node of the cut in graph order gives way to its inputs, so each cut lies behind 
 """
 
 import dataclasses
-import math
 import operator
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
-import sympy
 import torch
 from torch.fx import Graph, Node
-from torch.fx.experimental.symbolic_shapes import has_free_symbols
 
 from qinductor.errors import Refused
+from qinductor.patterns.probe import REDUCTIONS, count, fixed
 from qinductor.regions import CASTS, FLOATS, MOVES, PRODUCTS, TURNS, VIEWS, Scope, aten, pure
 
 CODES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8)
-REDUCTIONS = {
-    aten.amax.default, aten.amin.default, aten.aminmax.default, aten.max.default, aten.max.dim,
-    aten.min.default, aten.min.dim, aten.mean.dim, aten.mean.default, aten.sum.dim_IntList,
-    aten.linalg_vector_norm.default,
-}  # fmt: skip
 PARTS = {aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int, operator.getitem}
 SCALINGS = {
     aten.mul.Tensor,
@@ -43,7 +35,6 @@ PARTIAL = {
 }  # fmt: skip
 HELD = (torch.Tensor, list, tuple)
 MOST = 3  # tensors in a cut
-USUAL = 8  # for a symbol whose value is not known
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -137,35 +128,6 @@ def is_reduced(node: Node, codes: Node) -> bool:
     """Whether a tensor has fewer elements than the codes."""
     value = node.meta.get("val")
     return isinstance(value, torch.Tensor) and 2 * count(value) <= count(codes.meta["val"])
-
-
-def fixed(size: Any) -> int | None:
-    """A size that is a number, also where a symbol was found to be one; else None."""
-    return None if has_free_symbols(size) else int(size)
-
-
-def number(size: Any, symbols: Mapping[sympy.Symbol, int]) -> int:
-    """A size with its symbols replaced, by USUAL where they are not among the given ones."""
-    if not isinstance(size, torch.SymInt):
-        return int(size)
-    expression = size.node.expr
-    given = {symbol: symbols.get(symbol, USUAL) for symbol in expression.free_symbols}
-    try:
-        return int(expression.xreplace(given))
-    except ZeroDivisionError:
-        raise Refused(f"the size {size} must have a value for {given}") from None
-
-
-def count(value: torch.Tensor) -> int:
-    """The elements of a tensor in the call that was traced; USUAL for what is not known of it."""
-    return math.prod(_hint(size) for size in value.shape)
-
-
-def _hint(size: Any) -> int:
-    if not isinstance(size, torch.SymInt):
-        return int(size)
-    hint = size.node.hint if size.node.has_hint() else None
-    return USUAL if hint is None else int(hint)
 
 
 def site_of(codes: Node, scope: Scope, norms: bool = False) -> Site:

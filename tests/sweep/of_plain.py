@@ -438,15 +438,27 @@ def norm_rows(m, x):
     return q.float(), s
 
 
-def router(weights: torch.dtype, function: Callable) -> Callable[[], Made]:
+def router(function: Callable, weights: torch.dtype = BF16) -> Callable[[], Made]:
     return lambda: Made(
-        Module(lambda m, x: function(x, m.w), w=torch.randn(16, K).to(weights)), flat()
+        Module(lambda m, x: function(x, m), w=torch.randn(16, K).to(weights), b=torch.zeros(16)),
+        flat(),
     )
 
 
-def top(p: torch.Tensor) -> torch.Tensor:
-    w, _ = torch.topk(p, 2, dim=-1)
-    return w / w.sum(-1, keepdim=True)
+def top(p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.topk(p, 2, dim=-1)
+
+
+def normal(picked: tuple[torch.Tensor, torch.Tensor], x: torch.Tensor) -> tuple:
+    w, index = picked
+    return (w / w.sum(-1, keepdim=True)).to(x.dtype), index
+
+
+def biased(x: torch.Tensor, m: torch.nn.Module) -> tuple:
+    s = torch.sigmoid(F.linear(x.float(), m.w.float()))
+    _, index = torch.topk(s + m.b, 4, dim=-1)
+    w = s.gather(1, index)
+    return w / w.sum(-1, keepdim=True), index
 
 
 BLOCK = "float8_e4m3fn[256,256] block-128x128 scale fp32"
@@ -530,11 +542,14 @@ CASES: tuple[Case, ...] = (
     leave("plain_pytorch/rmsnorm_residual_token_quant", QUANTISER,
           partial(alone, norm_rows, K, g=torch.ones(K, dtype=BF16)), codes=(BY_TOKEN,)),
     leave("plain_pytorch/router_fp32_softmax_topk", ROUTER,
-          router(BF16, lambda x, w: top(F.softmax(F.linear(x.float(), w.float()), -1)))),
-    leave("plain_pytorch/router_fp32_sigmoid_topk", ROUTER,
-          router(BF16, lambda x, w: top(torch.sigmoid(F.linear(x.float(), w.float()))))),
+          router(lambda x, m: normal(top(F.softmax(F.linear(x.float(), m.w.float()), -1)), x)),
+          routers=("fp32 logits, softmax in fp32, top 2 of 16, normalised, -> bf16",)),
+    leave("plain_pytorch/router_fp32_sigmoid_topk", ROUTER, router(biased),
+          routers=("fp32 logits, sigmoid in fp32, top 4 of 16, bias for the choice, normalised",)),
     leave("plain_pytorch/router_fp32_weight_param", ROUTER,
-          router(FP32, lambda x, w: top(torch.sigmoid(x.float() @ w.t())))),
+          router(lambda x, m: normal(top(torch.sigmoid(x.float() @ m.w.t())), x), FP32),
+          routers=("fp32 logits, sigmoid in fp32, top 2 of 16, normalised, -> bf16",)),
     leave("plain_pytorch/router_bf16_linear_then_float", ROUTER,
-          router(BF16, lambda x, w: top(F.softmax(F.linear(x, w), dim=-1, dtype=FP32)))),
+          router(lambda x, m: top(F.softmax(F.linear(x, m.w), dim=-1, dtype=FP32))),
+          routers=("bf16 logits, softmax in fp32, top 2 of 16, -> fp32",)),
 )  # fmt: skip

@@ -35,7 +35,7 @@ INTEGER = "the product takes codes that no contract has, or scales that are out 
 DENSE = "the weights are bf16: there are no codes"
 OUTSIDE = "the products run outside of any graph"
 QUANTISER = "there is no product, only what quantises its operand"
-ROUTER = "a router: its weight is dense"
+ROUTER = "a router: its weight is dense, and a CPU has no provider"
 
 # Why a case cannot be run here at all.
 GPU = "the library's kernel needs a GPU"
@@ -70,6 +70,7 @@ class Case:
     reasons  regular expressions: the reasons that the report gives, in order
     codes    for each quantiser of an activation, in order: its contract, or why it has none
              (on a CPU no provider takes it)
+    routers  for each router, in order: its contract (on a CPU no provider takes it, either)
     symbolic whether the number of rows is symbolic; it is called with a second one then
     dynamo   settings of Dynamo without which it makes no such graph
     casts    whether Inductor must round where eager does, because x is quantised in the graph
@@ -85,6 +86,7 @@ class Case:
     why: str | None = None
     reasons: tuple[str, ...] = ()
     codes: tuple[str, ...] = ()
+    routers: tuple[str, ...] = ()
     symbolic: bool = False
     dynamo: tuple[tuple[str, bool], ...] = ()
     casts: bool = False
@@ -163,6 +165,18 @@ def check_left(case: Case) -> None:
         hold(case, [qinductor.explain(made.module, *args)])
 
 
+def check_routers(case: Case, target: str) -> None:
+    """Holds the report for a GPU to the routers that a row has: each is lowered."""
+    with built(case) as made:
+        args = made.args(case.rows)
+        made.module(*args)
+        report = qinductor.explain(made.module, *args, options={"target": target})
+        found = [site for site in report.sites if site.pattern == "router"]
+        assert len(found) == len(case.routers), report
+        for site, words in zip(found, case.routers, strict=True):
+            assert site.lowered and words in site.contract, report
+
+
 def run(
     made: Made, holds: Callable, rows: int = M, symbolic: bool = False, casts: bool = False
 ) -> None:
@@ -188,11 +202,13 @@ def hold(case: Case, reports: list[qinductor.Report]) -> None:
     """Holds the reports of all its graphs to what the row says."""
     hold_lowered(reports, case.lowered, case.says)
     sites = [site for r in reports for site in r.sites]
-    found = [site.contract or site.reason for site in sites if site.pattern == "quantize"]
-    assert len(found) == len(case.codes), table_of(reports)
-    for got, words in zip(found, case.codes, strict=True):
-        assert words in got, table_of(reports)
-    reasons = [s.reason for s in sites if not s.lowered and s.pattern != "quantize"]
+    for pattern, expected in (("quantize", case.codes), ("router", case.routers)):
+        found = [site.contract or site.reason for site in sites if site.pattern == pattern]
+        assert len(found) == len(expected), table_of(reports)
+        for got, words in zip(found, expected, strict=True):
+            assert words in got, table_of(reports)
+    others = [s for s in sites if s.pattern not in ("quantize", "router")]
+    reasons = [s.reason for s in others if not s.lowered]
     assert len(reasons) == len(case.reasons), table_of(reports)
     for reason, wanted in zip(reasons, case.reasons, strict=True):
         assert re.search(wanted, reason), table_of(reports)

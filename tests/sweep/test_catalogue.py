@@ -10,7 +10,7 @@ import of_quanto
 import of_torchao
 import of_transformers
 import pytest
-from table import Case, check, check_left
+from table import Case, check, check_left, check_routers
 
 MODULES = (
     of_plain, of_torchao, of_compressed_tensors, of_gptqmodel, of_quanto, of_bitsandbytes,
@@ -19,6 +19,7 @@ MODULES = (
 CASES: tuple[Case, ...] = tuple(case for module in MODULES for case in module.CASES)
 LOWERED = [case for case in CASES if case.why is None]
 LEFT = [case for case in CASES if case.why is not None and case.make is not None]
+ROUTED = [case for case in CASES if case.routers]
 SHARE = 0.95  # of the rows with a product to lower that must be lowered
 # How many graphs of each library were read; a case of ours beyond them is marked `extra`.
 CATALOGUE = {
@@ -49,6 +50,11 @@ def test_lowered(case):
 @pytest.mark.parametrize("case", LEFT, ids=str)
 def test_left_alone(case):
     check_left(case)
+
+
+@pytest.mark.parametrize("case", ROUTED, ids=str)
+def test_routers_on_a_gpu(case):
+    check_routers(case, "sm_90")
 
 
 def test_the_table_is_whole():

@@ -1,19 +1,25 @@
 """A region run on chosen rows: its symbolic sizes are replaced, a large static M made smaller."""
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import sympy
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import has_free_symbols
 
 from qinductor.errors import Refused
-from qinductor.patterns.activation_formats.sources import REDUCTIONS, count, number
 from qinductor.regions import MOVES, VIEWS, aten, attribute, describe, digest
 
+REDUCTIONS = {
+    aten.amax.default, aten.amin.default, aten.aminmax.default, aten.max.default, aten.max.dim,
+    aten.min.default, aten.min.dim, aten.mean.dim, aten.mean.default, aten.sum.dim_IntList,
+    aten.linalg_vector_norm.default,
+}  # fmt: skip
 CLAMPS = {
     aten.clamp_min.default, aten.clamp_max.default, aten.clamp_min.Tensor, aten.clamp_max.Tensor,
     aten.clamp.default, aten.clamp.Tensor, aten.minimum.default, aten.maximum.default,
@@ -25,7 +31,38 @@ EMPTY = {
     aten.empty_permuted.default, aten.new_empty.default, aten.new_empty_strided.default,
 }  # fmt: skip
 GIVEN = 0.0213  # a scale that a region is given
+USUAL = 8  # for a symbol whose value is not known
+SIZES = (int, torch.SymInt)
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def fixed(size: Any) -> int | None:
+    """A size that is a number, also where a symbol was found to be one; else None."""
+    return None if has_free_symbols(size) else int(size)
+
+
+def number(size: Any, symbols: Mapping[sympy.Symbol, int]) -> int:
+    """A size with its symbols replaced, by USUAL where they are not among the given ones."""
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    expression = size.node.expr
+    given = {symbol: symbols.get(symbol, USUAL) for symbol in expression.free_symbols}
+    try:
+        return int(expression.xreplace(given))
+    except ZeroDivisionError:
+        raise Refused(f"the size {size} must have a value for {given}") from None
+
+
+def count(value: torch.Tensor) -> int:
+    """The elements of a tensor in the call that was traced; USUAL for what is not known of it."""
+    return math.prod(_hint(size) for size in value.shape)
+
+
+def _hint(size: Any) -> int:
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    hint = size.node.hint if size.node.has_hint() else None
+    return USUAL if hint is None else int(hint)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -39,6 +76,7 @@ class Function:
     nodes     what is computed, in graph order
     constants tensors that the graph itself holds
     whole     whether a run takes all rows of a static graph, however many
+    instead   operator -> what is run in its place
     """
 
     inputs: tuple[Node, ...]
@@ -47,6 +85,7 @@ class Function:
     nodes: tuple[Node, ...]
     constants: dict[Node, torch.Tensor]
     whole: bool = False
+    instead: Mapping[Any, Callable[..., Any]] = dataclasses.field(default_factory=dict)
 
     def rows(self, wanted: int) -> int:
         """The number of rows that a run takes, about as many as are wanted."""
@@ -75,13 +114,16 @@ class Function:
     def __call__(
         self, tensors: Sequence[torch.Tensor], given: Sequence[torch.Tensor] = ()
     ) -> list[torch.Tensor]:
-        """The outputs for inputs [rows, width], where rows is a number that `rows` returned."""
+        """The outputs for inputs [rows, width], where rows is a number that `rows` returned; those
+        of several runs for inputs [runs, rows, width]."""
+        if tensors[0].dim() == 3:
+            return list(torch.vmap(lambda *parts: self(parts, given))(*tensors))
         symbols = self.symbols(len(tensors[0]))
         env: dict[Node, Any] = dict(self.constants)
         for node, tensor in zip(self.inputs, tensors, strict=True):
             env[node] = tensor.reshape(self.lead(node, symbols))
         env.update(zip(self.given, given, strict=True))
-        run = _Run(env, symbols)
+        run = _Run(env, symbols, self.instead)
         for node in self.nodes:
             if node not in env:
                 env[node] = run(node)
@@ -111,20 +153,31 @@ class Function:
 
 
 def function(
-    inputs: Sequence[Node], outputs: Sequence[Node], order: Sequence[Node], vectors: bool = False
+    inputs: Sequence[Node],
+    outputs: Sequence[Node],
+    order: Sequence[Node],
+    vectors: bool = False,
+    ends: Collection[Node] = (),
 ) -> Function:
-    """The function from some nodes to others; `order` holds all behind the outputs. Refused if it
-    depends on a tensor of more than one element beside them, or axis where it may have vectors."""
+    """The function from some nodes to others; `order` holds all behind the outputs.
+
+    vectors  whether it may depend on vectors beside them
+    ends     nodes that are given, whatever makes them
+    Refused if it depends on any other tensor of more than one element.
+    """
     needed, stack = set(), list(outputs)
     while stack:
         node = stack.pop()
         if node not in needed and node not in inputs:
             needed.add(node)
-            stack.extend(node.all_input_nodes)
+            behind = () if node in ends else node.all_input_nodes
+            stack.extend(n for n in behind if not isinstance(n.meta.get("val"), SIZES))
     given, nodes, constants = [], [], {}
     for node in (n for n in order if n in needed):
         value = node.meta.get("val")
-        if node.op == "get_attr":
+        if node in ends:
+            given.append(node)
+        elif node.op == "get_attr":
             held = attribute(node)
             if isinstance(held, FakeTensor):
                 raise Refused(f"{node.name} is a constant of unknown value")
@@ -161,11 +214,48 @@ class Remembered:
         return self._known[name]
 
 
+class Prober:
+    """Runs regions on probes; what is found out about equal ones is found out once.
+
+    runs  of regions so far
+    """
+
+    def __init__(self) -> None:
+        self.runs = 0
+        self._known: dict[str, Any] = {}
+
+    @contextlib.contextmanager
+    def asking(self, region: Function) -> Iterator[Remembered]:
+        """A region whose runs are counted."""
+        asked = Remembered(region)
+        try:
+            yield asked
+        finally:
+            self.runs += asked.runs
+
+    def once(self, key: str, make: Callable[[], Any]) -> Any:
+        """What `make` returns or how it refuses, for regions of one text."""
+        if key not in self._known:
+            try:
+                self._known[key] = make()
+            except Refused as refusal:
+                self._known[key] = refusal
+        found = self._known[key]
+        if isinstance(found, Refused):
+            raise found
+        return found
+
+
 class _Run:
     """One run: every node on the sizes that this run has."""
 
-    def __init__(self, env: dict[Node, Any], symbols: Mapping[sympy.Symbol, int]) -> None:
-        self.env, self.symbols = env, symbols
+    def __init__(
+        self,
+        env: dict[Node, Any],
+        symbols: Mapping[sympy.Symbol, int],
+        instead: Mapping[Any, Callable[..., Any]],
+    ) -> None:
+        self.env, self.symbols, self.instead = env, symbols, instead
 
     def __call__(self, node: Node) -> Any:
         def real(value: Any) -> Any:
@@ -183,7 +273,8 @@ class _Run:
         if node.target is aten.div.Tensor and _by_number(node):
             wide = args[0].to(torch.float32)
             return (wide * torch.tensor(args[1]).reciprocal()).to(node.meta["val"].dtype)
-        made: Any = node.target(*args, **kwargs)  # type: ignore[operator]
+        target: Any = self.instead.get(node.target, node.target)
+        made: Any = target(*args, **kwargs)
         if node.target in EMPTY:  # what nothing has been written to is told from zeros
             made.untyped_storage().fill_(0x5A)
         return made
@@ -239,7 +330,7 @@ def numbers(region: Function) -> Numbers:
     """The numbers of a region."""
     every: set[float] = set()
     bounds: set[float] = set()
-    run = _Run(dict(region.constants), {})
+    run = _Run(dict(region.constants), {}, region.instead)
 
     def keep(value: Any, into: set[float]) -> None:
         value = run.env.get(value) if isinstance(value, Node) else value

@@ -1,0 +1,1 @@
+"""What a router computes, read off its behaviour."""
