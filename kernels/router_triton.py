@@ -23,7 +23,7 @@ from qinductor.rates import BANDWIDTH, RATE, M
 
 FEW = 64  # tokens up to which a product of our own is a choice
 PARTS = 32  # parts of the columns, at most
-CHUNK = 1024  # columns whose sum stays in tensor cores, which cut its last bits off
+CHUNK = 256  # columns whose sum stays in tensor cores, which cut its last bits off
 DEPENDENT = (9, 0)  # compute capability from which a launch can wait on the device for the last one
 # Largest number of tokens -> (experts of a tile, columns of a step, warps), the first guess first:
 # of sums of products, and of tensor cores
@@ -328,8 +328,9 @@ def _warps(text: str) -> int:
 def chunks(hidden: int) -> int:
     """Parts of the columns that are multiplied on their own, of equal sizes of about `CHUNK`: sums
     of more in tensor cores are less exact than those of float32 arithmetic. 1 if there are none."""
-    fits = [hidden // size for size in range(CHUNK, CHUNK // 4, -8) if hidden % size == 0]
-    return min(fits[0], PARTS) if fits and fits[0] <= PARTS else 1
+    least = min(PARTS, -(-hidden // CHUNK))
+    fits = [parts for parts in range(least, PARTS + 1) if hidden % (8 * parts) == 0]
+    return fits[0] if fits else 1
 
 
 def library_product(

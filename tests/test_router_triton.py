@@ -210,6 +210,6 @@ def test_a_text_that_is_no_config():
 
 
 def test_chunks_of_columns():
-    for hidden, wanted in ((7168, 7), (2880, 3), (2048, 2), (1024, 1), (513, 1), (5120, 5),
-                           (65536, 1), (6144, 6), (4096, 4), (64, 1)):  # fmt: skip
+    for hidden, wanted in ((7168, 28), (2880, 12), (2048, 8), (1024, 4), (513, 1), (5120, 20),
+                           (65536, 32), (12288, 32), (6144, 24), (4096, 16), (64, 1)):  # fmt: skip
         assert family.chunks(hidden) == wanted, hidden
