@@ -40,9 +40,7 @@ TILES = {
 }
 AHEAD = 512  # lines of 128 bytes that a program has fetched before it may read, at most
 PROGRAMS = 132  # of one wave, about
-SHARED = (
-    160 << 10
-)  # bytes of shared memory that a program's tiles may take, where there are as many
+SHARED = 160 << 10  # bytes of shared memory that a program's tiles may take, if there are as many
 
 
 @functools.cache
@@ -213,7 +211,7 @@ def launch_select(
     c, code, m = contract, kernels or device(), logits.shape[-2]
     weights, indices = results(c, [logits[0] if sums else logits])
     groups, size = places(c)
-    held = list(others)
+    held = [bias.reshape(-1).contiguous() for bias in others]
     logit_bias = held.pop(0) if sums and c.logit_bias is not None else logits
     bias = held.pop(0) if c.bias is not None else logits
     pdl = after and _dependent(logits.device)

@@ -76,7 +76,7 @@ def test_every_config_and_number_of_tokens(config, dtype):
 def test_the_product_alone(config, dtype):
     """With and without a bias, in rows of other tensors, whatever the parts."""
     g = torch.Generator().manual_seed(0)
-    for m, n, k in ((1, 13, 328), (5, 16, 512), (18, 9, 200)):
+    for m, n, k in ((1, 13, 328), (5, 16, 512), (18, 9, 200), (3, 5, 8)):
         wide = torch.randint(-3, 4, (m, k + 24), generator=g).to(BF16)
         x = wide[:, 8 : 8 + k]
         w = torch.randint(-3, 4, (n, k), generator=g).to(BF16)
@@ -114,6 +114,11 @@ def test_rows_of_other_tensors_and_more_axes():
     for given in ([wide[:, ::2], w], [x, held[:, 8:-8]], [x.unflatten(0, (2, 3)), w]):
         for route in ("triton.router", "triton.select"):
             assert not wrong(case.contract, call(case.contract, given, route), wanted)
+    case = BY_NAME["deepseek v3"]
+    logits, bias = case.inputs()
+    apart = torch.stack([bias, bias + 1], 1)[:, 0]
+    found = call(case.contract, [logits, apart], "triton.select")
+    assert not wrong(case.contract, found, reference(case.contract, [logits, bias]))
     chosen = BY_NAME["qwen3"].contract
     logits = torch.randn(6, 2 * chosen.n).to(BF16)[:, ::2]
     assert not wrong(
