@@ -273,7 +273,9 @@ class Fused(Family):
         config: str | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         x, weight, *others = inputs
-        x, weight = rows_of(x, contract.hidden), rows_of(weight, contract.hidden)
+        if weight.stride(1) != 1 and contract.hidden > 1:  # a copy would take longer
+            return SELECT.run(contract, inputs, packed)
+        x = rows_of(x, contract.hidden)
         chosen = Config.parse(config or self.configs(contract, x.shape[0])[0])
         sums = launch_product(x, weight, None, chosen)
         return launch_select(contract, sums, others, sums=True, after=True)
@@ -357,5 +359,6 @@ def long_sums(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.bmm(left, right, out_dtype=FP32)
 
 
+SELECT = Select()
 ROUTER.register(Fused())
-ROUTER.register(Select())
+ROUTER.register(SELECT)
