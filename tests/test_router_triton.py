@@ -112,7 +112,8 @@ def test_rows_of_other_tensors_and_more_axes():
     held[:, 8:-8] = w
     wanted = reference(case.contract, [x, w])
     for given in (
-        [wide[:, ::2], w], [x, held[:, 8:-8]], [x.unflatten(0, (2, 3)), w], [x, w.t().contiguous().t()],
+        [wide[:, ::2], w], [x, held[:, 8:-8]], [x.unflatten(0, (2, 3)), w],
+        [x, w.t().contiguous().t()],
     ):  # fmt: skip
         for route in ("triton.router", "triton.select"):
             assert not wrong(case.contract, call(case.contract, given, route), wanted)
