@@ -21,9 +21,9 @@ BY_NAME = {case.name: case for case in CASES}
 PRODUCTS = [name for name, case in BY_NAME.items() if case.contract.hidden]
 SMALL = of_product(contract(19, 4, score="sigmoid", bias=FP32, normalised="s+eps"), 328)
 CONFIGS = (
-    "n2.k512.s1.w4", "n1.k128.s3.w2", "n4.k64.s2.w1", "n2.k64.s6.w2",
+    "n2.k512.s1.w4", "n1.k128.s3.w2.late", "n4.k64.s2.w1", "n2.k64.s6.w2",
     "n16.k128.s1.w4.p2", "n16.k128.s3.w8.p1", "n32.k64.s4.w4.p3", "n64.k512.s1.w4.p1",
-    "n8.k128.s2.w8.p3",
+    "n8.k128.s2.w8.p3", "n4.k128.s1.w4.p3.late", "n2.k64.s3.w2.p2",
 )  # fmt: skip
 
 
@@ -218,6 +218,6 @@ def test_a_text_that_is_no_config():
 
 
 def test_chunks_of_columns():
-    for hidden, wanted in ((7168, 28), (2880, 12), (2048, 8), (1024, 4), (513, 1), (5120, 20),
-                           (65536, 32), (12288, 32), (6144, 24), (4096, 16), (64, 1)):  # fmt: skip
+    for hidden, wanted in ((7168, 56), (2880, 24), (2048, 16), (1024, 8), (513, 1), (5120, 40),
+                           (65536, 64), (12288, 64), (6144, 48), (4096, 32), (64, 1)):  # fmt: skip
         assert family.chunks(hidden) == wanted, hidden
