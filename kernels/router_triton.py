@@ -11,6 +11,7 @@ import importlib.util
 import re
 from collections.abc import Sequence
 from types import ModuleType
+from typing import Any
 
 import sympy
 import torch
@@ -27,18 +28,21 @@ DEPENDENT = (9, 0)  # compute capability from which a launch can wait on the dev
 # Largest number of tokens -> (experts of a tile, columns of a step, warps), the first guess first:
 # of sums of products, and of tensor cores
 SUMS = {
-    1: ((2, 2048, 8), (2, 1024, 4), (1, 2048, 4), (2, 1024, 8), (1, 1024, 4), (4, 2048, 8)),
-    2: ((2, 2048, 8), (2, 1024, 4), (2, 1024, 8), (1, 1024, 4), (4, 1024, 8)),
-    4: ((2, 1024, 8), (2, 2048, 8), (2, 1024, 4), (4, 1024, 8), (1, 1024, 4)),
-    8: ((4, 1024, 8), (2, 1024, 8), (4, 512, 4)),
-    16: ((4, 512, 8), (2, 512, 8), (4, 512, 4)),
+    1: ((2, 2048, 8), (2, 1024, 4), (1, 1024, 4), (1, 2048, 8), (4, 2048, 8), (2, 512, 2)),
+    2: ((2, 2048, 8), (2, 1024, 4), (1, 1024, 4), (4, 2048, 8), (1, 2048, 8)),
+    4: ((2, 2048, 8), (2, 1024, 4), (1, 1024, 4), (4, 2048, 8), (1, 2048, 8)),
+    16: ((2, 2048, 8), (4, 2048, 8), (2, 1024, 4)),
 }
 TILES = {
-    8: ((16, 1024, 8), (16, 512, 4), (16, 512, 8), (32, 512, 8), (32, 512, 4), (16, 1024, 4)),
-    16: ((16, 1024, 8), (16, 512, 4), (16, 512, 8), (32, 512, 8), (32, 512, 4), (64, 256, 4)),
-    FEW: ((32, 512, 8), (32, 256, 4), (64, 256, 8), (16, 512, 8), (64, 256, 4)),
+    8: ((16, 512, 8), (8, 512, 8), (16, 256, 4), (8, 512, 4), (16, 1024, 8), (32, 256, 8)),
+    16: ((16, 512, 8), (8, 512, 8), (16, 256, 4), (32, 256, 8), (16, 1024, 8), (64, 256, 8)),
+    FEW: ((32, 256, 8), (32, 256, 4), (64, 256, 8), (16, 512, 8), (64, 128, 4)),
 }
+AHEAD = 512  # lines of 128 bytes that a program has fetched before it may read, at most
 PROGRAMS = 132  # of one wave, about
+SHARED = (
+    160 << 10
+)  # bytes of shared memory that a program's tiles may take, where there are as many
 
 
 @functools.cache
@@ -47,6 +51,15 @@ def device() -> ModuleType:
     from qinductor.kernels import router_triton_kernels
 
     return router_triton_kernels
+
+
+@functools.cache
+def _shared(device: torch.device) -> int:
+    """Bytes of shared memory that a program's tiles may take there; sm_86 and sm_89 have 99 KiB."""
+    if device.type != "cuda":
+        return SHARED
+    properties = torch.cuda.get_device_properties(device)
+    return min(SHARED, getattr(properties, "shared_memory_per_block_optin", SHARED) * 9 // 10)
 
 
 @functools.cache
@@ -80,6 +93,17 @@ class Config:
             )
         return Config(*(int(word or 0) for word in match.groups()))
 
+    def within(self, m: int, limit: int = SHARED) -> "Config":
+        """This config of m tokens, or one of fewer stages, whose tiles fit in shared memory."""
+        stage = (self.bn + tile_tokens(m, True)) * self.bk * 2
+        stages = max(min(2, self.stages), min(self.stages, 1 + limit // stage))
+        return dataclasses.replace(self, stages=stages)
+
+
+def tile_tokens(m: int, dot: bool) -> int:
+    """Tokens of a tile."""
+    return max(8, min(16 if m <= 16 else FEW, power(m))) if dot else min(4, power(m))
+
 
 def tensor_cores(x: torch.dtype | None, weight: torch.dtype | None) -> bool:
     """Whether tensor cores multiply these exactly, before they add in float32."""
@@ -94,16 +118,17 @@ def product_configs(n: int, k: int, dot: bool, m: int) -> tuple[str, ...]:
     for bn, bk, warps in tiles if dot else ():
         bk = max(16 * warps, min(bk, power(k)))
         steps, across = -(-k // bk), -(-n // bn)
-        splits = {1, min(steps, -(-PROGRAMS // across)), min(steps, max(1, PROGRAMS // across))}
-        splits |= {min(steps, 2 * PROGRAMS // across or 1)}
-        for split in sorted(splits, reverse=True):
-            # Parts of equal numbers of steps, none without any
-            each = -(-steps // min(split, PARTS))
-            found += [Config(bn, bk, -(-steps // each), warps, min(each, 4))]
+        aims = [PROGRAMS // across, PROGRAMS // across + 1, 2 * PROGRAMS // across]
+        aims += [1] * (5 * across >= PROGRAMS)  # then a product alone is one launch
+        # Parts of equal numbers of steps, none without any
+        sizes = {-(-steps // max(1, min(aim, steps, PARTS))) for aim in aims}
+        for size in sorted(sizes, key=lambda size: (-(-steps // size) * across > PROGRAMS, size)):
+            found.append(Config(bn, bk, -(-steps // size), warps, min(size + 1, 5)).within(m))
     sums = next((rows for limit, rows in SUMS.items() if m <= limit), () if dot else SUMS[16])
     single = []
     for bn, bk, warps in sums:
         bk = max(32, min(bk, power(k)))
+        warps = max(1, min(warps, bk // 256))  # a thread loads 16 bytes of bf16 at once
         steps = -(-k // bk)
         for split in (1, 2, 4, 8):
             each = -(-steps // split)
@@ -113,6 +138,21 @@ def product_configs(n: int, k: int, dot: bool, m: int) -> tuple[str, ...]:
             single += [Config(bn, bk, min(PARTS, -(-steps // 16)), warps)]
     found = [*single, *found] if m <= 4 or not dot else [*found, *single]
     return tuple(dict.fromkeys(map(str, found)))
+
+
+@functools.lru_cache(4096)
+def product_constants(config: Config, m: int, k: int, itemsize: int) -> tuple[int, dict[str, Any]]:
+    """(parts of the columns, constants of the kernel) of a product of m tokens and K columns of a
+    weight, but for those that the device and the result decide."""
+    dot, steps = config.stages > 0, -(-k // config.bk)
+    each = -(-steps // min(config.split, steps))
+    split = -(-steps // each)
+    return split, {
+        "MT": tile_tokens(m, dot), "BN": config.bn, "BK": config.bk, "B": config.warps,
+        "STEPS": each, "STAGES": max(1, config.stages), "DOT": dot,
+        "LINES": min(power(-(-each * config.bk * itemsize // 128)), max(1, AHEAD // config.bn)),
+        "EVEN_K": split * each * config.bk == k,
+    }  # fmt: skip
 
 
 def rows_of(x: torch.Tensor, columns: int) -> torch.Tensor:
@@ -132,25 +172,19 @@ def launch_product(
     """The product of x [M, K] and weight [N, K], rows contiguous: rounded to `out` [M, N], else its
     float32 sums [parts, M, N], without the bias."""
     code, (m, k), n = kernels or device(), x.shape, weight.shape[0]
-    steps = -(-k // config.bk)
-    each = -(-steps // min(config.split, steps))
-    split = -(-steps // each)
+    config = config.within(m, _shared(x.device))
+    split, constants = product_constants(config, m, k, weight.itemsize)
     parts = out is None or split > 1
-    dot = config.stages > 0
-    tokens = max(8, min(16 if m <= 16 else 64, power(m))) if dot else min(16, power(m))
-    summed = min(16 // max(x.itemsize, weight.itemsize), config.bk)
     sums = x.new_empty((split, m, n), dtype=FP32) if parts else None
     into = sums if sums is not None else out
     assert into is not None
     pdl = _dependent(x.device)
     with torch.cuda.device_of(x):
-        code.product[(-(-n // config.bn), split, -(-m // tokens))](
+        code.product[(-(-n // config.bn), split, -(-m // constants["MT"]))](
             x, x.stride(0), weight, weight.stride(0), into if bias is None else bias, into,
             into.stride(-2), m, n, k,
-            MT=tokens, BN=config.bn, BK=config.bk, B=config.warps, STEPS=each,
-            STAGES=max(1, config.stages), DOT=dot, SUMMED=summed, PARTS=parts,
-            BIAS=bias is not None, EVEN_K=split * each * config.bk == k, PDL=pdl,
-            num_warps=config.warps, launch_pdl=pdl,
+            **constants, PARTS=parts, BIAS=bias is not None, PDL=pdl, num_warps=config.warps,
+            enable_fp_fusion=True, launch_pdl=pdl,
         )  # fmt: skip
         if sums is None or out is None:
             return into
@@ -158,6 +192,7 @@ def launch_product(
         code.sum_parts[(m, -(-n // block))](
             sums, sums if bias is None else bias, out, out.stride(0), m, n, SPLIT=split, B=block,
             BIAS=bias is not None, PDL=pdl, num_warps=1, launch_pdl=pdl,
+            enable_fp_fusion=False,
         )  # fmt: skip
     return out
 

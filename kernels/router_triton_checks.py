@@ -10,7 +10,7 @@ import torch
 
 from qinductor.kernels.router import FP32, Router
 from qinductor.kernels.router_cases import MODELS, of_product
-from qinductor.kernels.router_triton import Config, product_configs
+from qinductor.kernels.router_triton import Config, product_configs, product_constants
 from qinductor.kernels.router_triton_form import BF16, FP16, device_form, places, power
 from qinductor.triton_compile import Compiled, compiled
 
@@ -65,39 +65,25 @@ def build(
     arguments |= {"M": "i32", "x_ptr": "*bf16", "w_ptr": POINTERS[weight]}
     arguments |= dict.fromkeys(("bias_ptr", "out_ptr", "parts_ptr"), "*fp32")
     constants: dict[str, Any] = {"BIAS": False, "PDL": target >= 90}
-    options: dict[str, int] = {"num_warps": 1}
+    options: dict[str, int] = {"num_warps": 1, "enable_fp_fusion": False}
     if kernel == "product":
-        constants |= product_constants(Config.parse(config), n, k, m, BF16, weight)
-        options = {"num_warps": Config.parse(config).warps}
+        split, more = product_constants(Config.parse(config), m, k, weight.itemsize)
+        constants |= more | {"PARTS": split > 1}
+        options = {"num_warps": Config.parse(config).warps, "enable_fp_fusion": True}
     elif kernel == "sum_parts":
         constants |= {"SPLIT": 7, "B": 128}
     elif contract is not None:
         constants |= select_constants(contract, 7 if contract.hidden else 0)
+        logits = FP32 if contract.hidden else contract.logits
         arguments |= {
-            "logits_ptr": POINTERS[FP32 if contract.hidden else contract.logits],
-            "logit_bias_ptr": POINTERS[contract.logit_bias or contract.logits],
-            "bias_ptr": POINTERS[contract.bias or contract.logits],
+            "logits_ptr": POINTERS[logits], "bias_ptr": POINTERS[contract.bias or logits],
+            "logit_bias_ptr": POINTERS[contract.logit_bias or logits],
             "weights_ptr": POINTERS[contract.out], "indices_ptr": POINTERS[contract.indices],
         }  # fmt: skip
-        options |= {"enable_fp_fusion": False, "enable_reflect_ftz": False}
+        options |= {"enable_reflect_ftz": False}
     function = getattr(kernels, kernel)
     taken = {name: value for name, value in constants.items() if name in function.arg_names}
     return compiled(function, arguments, taken, target, **options)
-
-
-def product_constants(
-    config: Config, n: int, k: int, m: int, x: torch.dtype, weight: torch.dtype
-) -> dict[str, Any]:
-    """The constants of a product of m tokens."""
-    steps = -(-k // config.bk)
-    each = -(-steps // min(config.split, steps))
-    split, dot = -(-steps // each), config.stages > 0
-    tokens = max(8, min(16 if m <= 16 else 64, power(m))) if dot else min(16, power(m))
-    return {
-        "MT": tokens, "BN": config.bn, "BK": config.bk, "B": config.warps, "STEPS": each,
-        "STAGES": max(1, config.stages), "DOT": dot, "PARTS": split > 1,
-        "SUMMED": 16 // max(x.itemsize, weight.itemsize), "EVEN_K": split * each * config.bk == k,
-    }  # fmt: skip
 
 
 def select_constants(contract: Router, split: int) -> dict[str, Any]:

@@ -16,62 +16,102 @@ NONE = tl.constexpr(-(1 << 31))  # before the key of every number
 
 
 @triton.jit
-def _fma(x, w, SUMMED: tl.constexpr):
-    """Sums [tokens, experts, BK / SUMMED] of x [tokens, BK] times w [experts, BK]."""
-    terms = x.to(tl.float32)[:, None, :] * w.to(tl.float32)[None, :, :]
-    return tl.sum(terms.reshape(x.shape[0], w.shape[0], x.shape[1] // SUMMED, SUMMED), 3)
+def _fetch(rows, first, K, LINES: tl.constexpr):
+    """Has lines of 128 bytes of rows fetched to the second-level cache, which is the same to all:
+    it may hold what a launch still writes, and will then hold that."""
+    column = first + tl.arange(0, LINES) * (1024 // rows.dtype.element_ty.primitive_bitwidth)
+    place = (rows[:, None] + tl.minimum(column, K - 1)[None, :]).to(tl.int64)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [place], tl.int32, False, 1
+    )
+
+
+@triton.jit
+def _load(ptr, k, K, EVEN_K: tl.constexpr):
+    """Columns k of rows, 0 past K."""
+    return tl.load(ptr + k) if EVEN_K else tl.load(ptr + k, k < K, 0.0)
+
+
+@triton.jit
+def _sums(
+    x_ptr, x_stride, w_ptr, m, M, first, K,
+    MT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STEPS: tl.constexpr,
+    EVEN_K: tl.constexpr,
+):  # fmt: skip
+    """[BN, MT]: sums of products of rows of w and up to four tokens, from column `first` on.
+
+    A token has sums [BN, BK] of its own: what a thread has loaded stays in its registers, and all
+    loads are on their way at once."""
+    a0 = tl.zeros((BN, BK), tl.float32)
+    a1, a2, a3 = a0, a0, a0
+    # Past the last token is that token again
+    x1 = x_ptr + tl.minimum(m + 1, M - 1).to(tl.int64) * x_stride
+    x2 = x_ptr + tl.minimum(m + 2, M - 1).to(tl.int64) * x_stride
+    x3 = x_ptr + tl.minimum(m + 3, M - 1).to(tl.int64) * x_stride
+    x0 = x_ptr + m.to(tl.int64) * x_stride
+    for step in tl.static_range(STEPS):
+        k = first + step * BK + tl.arange(0, BK)[None, :]
+        w = _load(w_ptr, k, K, EVEN_K).to(tl.float32)
+        a0 += w * _load(x0, k, K, EVEN_K).to(tl.float32)
+        if MT > 1:
+            a1 += w * _load(x1, k, K, EVEN_K).to(tl.float32)
+        if MT > 2:
+            a2 += w * _load(x2, k, K, EVEN_K).to(tl.float32)
+            a3 += w * _load(x3, k, K, EVEN_K).to(tl.float32)
+    if MT == 1:
+        out = tl.sum(a0, 1)[:, None]
+    elif MT == 2:
+        out = tl.sum(tl.join(a0, a1), 1)
+    else:
+        both = tl.join(tl.join(a0, a2), tl.join(a1, a3))  # the last axis is the lower bit
+        out = tl.sum(both, 1).reshape(BN, 4)
+    return out
 
 
 @triton.jit(do_not_specialize=["M"])
 def product(
     x_ptr, x_stride, w_ptr, w_stride, bias_ptr, out_ptr, out_stride, M, N, K,
     MT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, B: tl.constexpr, STEPS: tl.constexpr,
-    STAGES: tl.constexpr, DOT: tl.constexpr, SUMMED: tl.constexpr, PARTS: tl.constexpr,
-    BIAS: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, DOT: tl.constexpr, PARTS: tl.constexpr,
+    LINES: tl.constexpr, BIAS: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out[M, N] of x[M, K] and w[N, K]; with PARTS the float32 sums of STEPS * BK columns each go
     to out[parts, M, N]. Programs: tiles of BN experts x parts x tiles of MT tokens.
 
+    LINES: of 128 bytes of each row of w, that are fetched before the launch before has ended.
     DOT: by tensor cores, B slices of each BK columns at a time, one for each warp.
     """
+    part = tl.program_id(1)
+    n, m = tl.program_id(0) * BN + tl.arange(0, BN), tl.program_id(2) * MT + tl.arange(0, MT)
+    experts = w_ptr + tl.minimum(n, N - 1).to(tl.int64) * w_stride
     if PDL:
         if PARTS:
             gdc_launch_dependents()
+        _fetch(experts, part * STEPS * BK, K, LINES)
         gdc_wait()
-    part = tl.program_id(1)
-    n, m = tl.program_id(0) * BN + tl.arange(0, BN), tl.program_id(2) * MT + tl.arange(0, MT)
-    rows = x_ptr + tl.minimum(m, M - 1).to(tl.int64) * x_stride
-    experts = w_ptr + tl.minimum(n, N - 1).to(tl.int64) * w_stride
     if DOT:
         KB: tl.constexpr = BK // B
-        rows, experts = rows[None, :, None], experts[None, :, None]
+        rows = (x_ptr + tl.minimum(m, M - 1).to(tl.int64) * x_stride)[None, :, None]
+        experts = experts[None, :, None]
         inside = tl.arange(0, B)[:, None, None] * KB + tl.arange(0, KB)[None, None, :]
         acc = tl.zeros((B, BN, MT), tl.float32)
         for step in tl.range(0, STEPS, num_stages=STAGES):
             k = (part * STEPS + step) * BK + inside
-            w = tl.load(experts + k) if EVEN_K else tl.load(experts + k, k < K, 0.0)
-            x = tl.load(rows + k) if EVEN_K else tl.load(rows + k, k < K, 0.0)
+            w, x = _load(experts, k, K, EVEN_K), _load(rows, k, K, EVEN_K)
             acc = tl.dot(w, x.permute(0, 2, 1), acc)
-        out = tl.sum(acc, 0).trans(1, 0)
+        out = tl.sum(acc, 0)
     else:
-        inside = tl.arange(0, BK)[None, :]
-        sums = tl.zeros((MT, BN, BK // SUMMED), tl.float32)
-        for step in tl.static_range(STEPS):
-            k = (part * STEPS + step) * BK + inside
-            w = (
-                tl.load(experts[:, None] + k)
-                if EVEN_K
-                else tl.load(experts[:, None] + k, k < K, 0.0)
-            )
-            x = tl.load(rows[:, None] + k) if EVEN_K else tl.load(rows[:, None] + k, k < K, 0.0)
-            sums += _fma(x, w, SUMMED)
-        out = tl.sum(sums, 2)
-    place = out_ptr + m[:, None].to(tl.int64) * out_stride + n[None, :]
-    mask = (m < M)[:, None] & (n < N)[None, :]
+        out = _sums(
+            x_ptr, x_stride, experts[:, None], tl.program_id(2) * MT, M, part * STEPS * BK, K,
+            MT, BN, BK, STEPS, EVEN_K,
+        )  # fmt: skip
+    n, m = n[:, None], m[None, :]
+    place = out_ptr + m.to(tl.int64) * out_stride + n
+    mask = (m < M) & (n < N)
     if PARTS:
         tl.store(place + tl.cast(part, tl.int64) * M * N, out, mask)
     else:
-        tl.store(place, _finished(out, bias_ptr, n[None, :], N, BIAS).to(out_ptr.dtype.element_ty),
+        tl.store(place, _finished(out, bias_ptr, n, N, BIAS).to(out_ptr.dtype.element_ty),
                  mask)  # fmt: skip
 
 
@@ -258,6 +298,9 @@ def select(
     """Weights and indices [M, k] of logits [M, n]; where SPLIT is not 0 of sums [SPLIT, M, n]. A
     program has a token; what all of a token's experts say is a scalar."""
     if PDL:
+        if F.bias:
+            LINES: tl.constexpr = GP * GS // 32 if GP * GS > 32 else 1
+            _fetch(bias_ptr + tl.zeros((1,), tl.int32), 0, F.n, LINES)
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     place, slot = tl.arange(0, GP * GS), tl.arange(0, KP)
@@ -265,6 +308,9 @@ def select(
     there = expert < F.n
     if F.size != GS:
         there = there & (place % GS < F.size)
+    bias = tl.zeros((GP * GS,), tl.float32)
+    if F.bias:
+        bias = tl.load(bias_ptr + expert, there, 0).to(tl.float32)
     row_ptr = logits_ptr + row * F.n
     if SPLIT > 0:
         logits = tl.zeros((GP * GS,), tl.float32)
@@ -284,8 +330,7 @@ def select(
         scores = rounded(scores, F.ordered)
     choice = scores
     if F.bias:
-        choice += tl.load(bias_ptr + expert, there, 0).to(tl.float32)
-        choice = rounded(choice, F.ordered)
+        choice = rounded(choice + bias, F.ordered)
     keys = tl.where(there, _keys(choice), NONE)
     if F.groups > 1:
         keep = _in_kept(keys, F, GP, GS)

@@ -161,7 +161,7 @@ def test_products_of_exact_sums(name):
             assert torch.equal(held, old), "an input is changed"
 
 
-@pytest.mark.parametrize("m", [1, 2, 4, 8, 16, 64])
+@pytest.mark.parametrize("m", [1, 4, 8, 16, 64])
 @pytest.mark.parametrize("name", ["deepseek v3 product", "gpt oss product", "fp32 product"])
 def test_every_config(name, m):
     case = BY_NAME[name]
@@ -185,7 +185,8 @@ def test_random_products_are_as_exact_as_float32_s(n, m):
     exact, before = x.double() @ w.double().t(), linear(x.float(), w.float())
     least = torch.finfo(FP32).eps * exact.abs().max() / 8
     made = [family.long_sums(x, w).sum(0)]
-    for config in family.product_configs(n, 7168, True, m) if m <= family.FEW else ():
+    configs = family.product_configs(n, 7168, True, m) if m <= family.FEW else ()
+    for config in configs if n == 256 else configs[:3]:
         out = torch.empty(m, n, device="cuda")
         made.append(family.launch_product(x, w, None, family.Config.parse(config), out))
     for found in made:
@@ -194,13 +195,13 @@ def test_random_products_are_as_exact_as_float32_s(n, m):
         assert ours.abs().max() <= 2 * theirs.abs().max() + least
 
 
-@pytest.mark.parametrize("m", [1, 4, 16])
+@pytest.mark.parametrize("m", [1, 16])
 def test_sums_are_the_same_every_time(m):
     case = BY_NAME["kimi k2 product"]
     g = torch.Generator("cuda").manual_seed(0)
     x = torch.randn(m, 7168, generator=g, device="cuda").to(BF16)
     w = torch.randn(384, 7168, generator=g, device="cuda").to(BF16)
-    for config in FUSED.configs(case.contract, m):
+    for config in FUSED.configs(case.contract, m)[:5]:
         first = family.launch_product(x, w, None, family.Config.parse(config))
         for _ in range(20):
             again = family.launch_product(x, w, None, family.Config.parse(config))
@@ -252,6 +253,40 @@ def test_what_is_written_just_before_is_read():
             held.copy_(tokens)
             found = call(c, [held, w, bias], "triton.router")
             assert torch.equal(found[1], want[1]) and torch.equal(found[0], want[0])
+
+
+@pytest.mark.parametrize("before", ["copy", "memset", "kernel", "two streams"])
+def test_captured_behind_anything(before):
+    """What comes before it in a graph: a copy of memory, a filling of it, a kernel, two streams
+    that join."""
+    case = BY_NAME["kimi k2 product"]
+    c = case.contract
+    x, w, bias = case.inputs(device="cuda", m=4)
+    held, other = torch.zeros_like(x), torch.zeros_like(x)
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    call(c, [x, w, bias], "triton.router")
+    with torch.cuda.graph(graph):
+        if before == "copy":
+            held.copy_(x)
+        elif before == "memset":
+            held.copy_(x)
+            other.zero_()
+        elif before == "kernel":
+            torch.add(x, other, out=held)
+        else:
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                torch.add(x, other, out=held)
+            other.mul_(2)
+            torch.cuda.current_stream().wait_stream(side)
+        found = call(c, [held, w, bias], "triton.router")
+        after = held.zero_()
+    for seed in range(20):
+        x.copy_(case.inputs(seed, "cuda", m=4)[0])
+        graph.replay()
+        wanted = call(c, [x, w, bias], "triton.router")
+        assert torch.equal(found[1], wanted[1]) and torch.equal(found[0], wanted[0])
+        assert not after.any()
 
 
 def test_many_tokens():

@@ -19,10 +19,11 @@ from qinductor.op import INFINITE
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 BY_NAME = {case.name: case for case in CASES}
 PRODUCTS = [name for name, case in BY_NAME.items() if case.contract.hidden]
-SMALL = of_product(contract(37, 4, score="sigmoid", bias=FP32, normalised="s+eps"), 328)
+SMALL = of_product(contract(19, 4, score="sigmoid", bias=FP32, normalised="s+eps"), 328)
 CONFIGS = (
     "n2.k512.s1.w4", "n1.k128.s3.w2", "n4.k64.s2.w1", "n2.k64.s6.w2",
     "n16.k128.s1.w4.p2", "n16.k128.s3.w8.p1", "n32.k64.s4.w4.p3", "n64.k512.s1.w4.p1",
+    "n8.k128.s2.w8.p3",
 )  # fmt: skip
 
 
@@ -75,7 +76,7 @@ def test_every_config_and_number_of_tokens(config, dtype):
 def test_the_product_alone(config, dtype):
     """With and without a bias, in rows of other tensors, whatever the parts."""
     g = torch.Generator().manual_seed(0)
-    for m, n, k in ((1, 37, 328), (5, 16, 512), (18, 33, 200)):
+    for m, n, k in ((1, 13, 328), (5, 16, 512), (18, 9, 200)):
         wide = torch.randint(-3, 4, (m, k + 24), generator=g).to(BF16)
         x = wide[:, 8 : 8 + k]
         w = torch.randint(-3, 4, (n, k), generator=g).to(BF16)
@@ -93,9 +94,11 @@ def test_random_products_are_as_exact_as_float32_s():
     x, w = torch.randn(16, 7168, generator=g).to(BF16), torch.randn(64, 7168, generator=g).to(BF16)
     exact = x.double() @ w.double().t()
     eager = (x.float() @ w.float().t() - exact).abs()
-    for config in ("n2.k2048.s1.w8", "n16.k1024.s7.w8.p1"):
+    for config, tokens in (("n16.k512.s7.w8.p3", 16), ("n2.k2048.s1.w8", 1)):
         out = torch.empty(16, 64)
-        family.launch_product(x, w, None, family.Config.parse(config), out)
+        for first in range(0, 16, tokens):  # the interpreter adds up columns of one token in pairs
+            rows = slice(first, first + tokens)
+            family.launch_product(x[rows], w, None, family.Config.parse(config), out[rows])
         ours = (out - exact).abs()
         assert ours.square().mean() <= 2 * eager.square().mean() and ours.max() <= 2 * eager.max()
 

@@ -237,7 +237,6 @@ def test_tensors_on_two_devices_are_refused(device):
     w = torch.zeros(128, 128).to(E4M3).t()
     with pytest.raises(RuntimeError, match=near):
         sgl_kernel.fp8_scaled_mm(a, w, s.to(device), s[:1], BF16)
-
     with pytest.raises(RuntimeError, match=near):
         sgl_kernel.dsv3_router_gemm(x, torch.zeros(8, 128, dtype=BF16))
     with pytest.raises(RuntimeError, match=near):
