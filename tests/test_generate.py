@@ -53,9 +53,9 @@ class Compiles:
 
 
 def lowered(sites: int, graphs: int) -> None:
-    """In each graph so many sites are lowered beside the routers, which a GPU alone has kernels for.
-    No other is left but the product of positions and frequencies, which some versions of
-    transformers have as a matmul."""
+    """In each graph so many sites are lowered beside routers, for which a GPU alone has kernels. No
+    other is left but the product of positions and frequencies, which some versions of transformers
+    have as a matmul."""
     reports = list(qinductor.reports())
     assert len(reports) == graphs
     for report in reports:
