@@ -193,7 +193,7 @@ def _reason(asked: Remembered, base: Router, given: list[Answers], known: Known)
             "those of other tokens, too"
         )
     wide, few = dataclasses.replace(base, logits=FP32), [each.first(FEW) for each in given[:1]]
-    factors = [n.args[1] for n in asked.function.nodes if n.target in SCALINGS]
+    factors = [v for n in asked.function.nodes if n.target in SCALINGS for v in n.args[1:]]
     for value in dict.fromkeys(
         v for v in factors if isinstance(v, (int, float)) and v not in (0, 1)
     ):

@@ -21,6 +21,7 @@ from qinductor.regions import FLOATS
 
 FEW = 24  # rows on which the family is compared first
 SURVIVORS = 12  # choices whose weights are searched
+THRESHOLD = 20.0  # of a softplus, above which it is x itself
 FP32 = torch.float32
 
 
@@ -172,6 +173,8 @@ def _selections(base: Router, known: Known) -> Iterator[dict[str, Any]]:
         ):
             if order == "select-score" and score == "none":
                 continue
+            if score == "sqrt_softplus" and THRESHOLD not in known.numbers:
+                continue  # beyond another one few numbers differ, by their last bit
             yield {**form, "compute": compute, "scores": scores, "order": order, "score": score}
 
 
