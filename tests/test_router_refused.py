@@ -344,6 +344,18 @@ def test_a_scale_that_is_given_stays_the_graphs():
     assert (contract.normalised, contract.scale) == ("s+eps", 1.0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int32])
+def test_weights_of_another_dtype_stay_the_graphs(dtype):
+    """They are made of the operator's."""
+
+    def router(m, x):
+        weights, indices = scores(m, x).topk(4)
+        return normal(weights).to(dtype), indices
+
+    contract = found(router, tokens(), w=weight())
+    assert (contract.normalised, contract.out) == ("s+eps", FP32)
+
+
 def test_what_follows_the_weights_stays_the_graphs():
     """A gate of each token, say."""
 
