@@ -6,7 +6,7 @@ import pytest
 import torch
 from goldens import Golden, outcome
 from quantisers import Of
-from router_spellings import SPELLINGS, deepseek_v3, mixtral, returns_logits
+from router_spellings import SPELLINGS, deepseek_v3, mixtral, normal, returns_logits
 from routers import (
     BF16,
     FP16,
@@ -221,6 +221,31 @@ def test_experts(n, k):
     contract = found(router, tokens(), w=weight(n))
     assert (contract.n, contract.k) == (n, k)
     assert contract.normalised == "s+eps"
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("n, k", [(7, 3), (60, 6), (347, 7)])
+@pytest.mark.parametrize("rows", [1, 5, 131])
+def test_odd_sizes(rows, n, k, threads):
+    """On a CPU the last bit of a sigmoid depends on how many there are, and on which thread."""
+
+    def router(m, x):
+        made = torch.nn.functional.linear(x.float(), m.w.float())
+        picked, first = made.topk(k)
+        gates = torch.sigmoid(made)
+        second = (gates + m.b).topk(k)[1]
+        picked, weights = picked.sigmoid(), gates.gather(1, second)
+        return normal(picked), first, normal(weights), second
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        report, found = sites(router, tokens(rows), w=weight(n), b=torch.zeros(n))
+    finally:
+        torch.set_num_threads(before)
+    assert report.lowered == len(report.sites) == 2, report
+    assert {contract.order for contract in found} == {"select-score", "score-select"}
+    assert {contract.normalised for contract in found} == {"s+eps"}
 
 
 @pytest.mark.parametrize("x, w", [(FP16, FP16), (FP32, FP32), (BF16, FP32)])
