@@ -70,7 +70,8 @@ class Router(Hashed):
     bias         dtype of a bias that is added to them for the choice; None: there is none
     groups       groups of n / groups experts each; 1: none
     kept         groups of which experts are chosen
-    group_score  a group's score: "max", its largest; "top2", the sum of its two largest
+    group_score  a group's score: "max", its largest, of zeros 0 and not -0 (torch has either);
+                 "top2", the sum of its two largest
     masked       what is put for the experts of other groups
     taken        the weights are the chosen experts' "scores", or their "choice": with the bias, and
                  `masked` where the group is not kept

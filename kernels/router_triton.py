@@ -22,27 +22,24 @@ from qinductor.op import Spec
 from qinductor.rates import BANDWIDTH, RATE, M
 
 FEW = 64  # tokens up to which a product of our own is a choice
-PARTS = 32  # parts of the columns, at most
-CHUNK = 1024  # columns whose sum stays in tensor cores, which cut its last bits off
+PARTS = 64  # parts of the columns, at most
+CHUNK = 128  # columns whose sum stays in tensor cores, which cut its last bits off
 DEPENDENT = (9, 0)  # compute capability from which a launch can wait on the device for the last one
 # Largest number of tokens -> (experts of a tile, columns of a step, warps), the first guess first:
 # of sums of products, and of tensor cores
 SUMS = {
-    1: ((2, 2048, 8), (2, 1024, 4), (1, 1024, 4), (1, 2048, 8), (4, 2048, 8), (2, 512, 2)),
-    2: ((2, 2048, 8), (2, 1024, 4), (1, 1024, 4), (4, 2048, 8), (1, 2048, 8)),
-    4: ((2, 2048, 8), (2, 1024, 4), (1, 1024, 4), (4, 2048, 8), (1, 2048, 8)),
+    1: ((1, 2048, 8), (1, 1024, 4), (2, 2048, 8), (2, 1024, 4), (4, 2048, 8)),
+    4: ((1, 1024, 4), (2, 2048, 8), (2, 1024, 4), (1, 2048, 8), (4, 2048, 8)),
     16: ((2, 2048, 8), (4, 2048, 8), (2, 1024, 4)),
 }
 TILES = {
-    8: ((16, 512, 8), (8, 512, 8), (16, 256, 4), (8, 512, 4), (16, 1024, 8), (32, 256, 8)),
-    16: ((16, 512, 8), (8, 512, 8), (16, 256, 4), (32, 256, 8), (16, 1024, 8), (64, 256, 8)),
-    FEW: ((32, 256, 8), (32, 256, 4), (64, 256, 8), (16, 512, 8), (64, 128, 4)),
+    8: ((16, 256, 4), (8, 512, 4), (4, 512, 4), (2, 1024, 8), (16, 512, 4), (16, 256, 2)),
+    16: ((16, 256, 4), (8, 512, 4), (16, 512, 4), (16, 256, 2), (8, 512, 8), (4, 512, 4)),
+    FEW: ((32, 256, 4), (32, 256, 8), (64, 256, 8), (16, 512, 8), (64, 128, 4)),
 }
 AHEAD = 512  # lines of 128 bytes that a program has fetched before it may read, at most
 PROGRAMS = 132  # of one wave, about
-SHARED = (
-    160 << 10
-)  # bytes of shared memory that a program's tiles may take, where there are as many
+SHARED = 160 << 10  # bytes of shared memory that a program's tiles may take, if there are as many
 
 
 @functools.cache
@@ -70,28 +67,34 @@ def _dependent(device: torch.device) -> bool:
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Experts of a tile, columns of a step, parts of the columns, warps; stages of the pipeline of
-    tensor cores, 0: sums of products are formed without them."""
+    tensor cores, 0: sums of products are formed without them.
+
+    ahead  whether the weight is fetched to the second-level cache before the launch before has
+           ended"""
 
     bn: int
     bk: int
     split: int
     warps: int
     stages: int = 0
+    ahead: bool = True
 
     def __str__(self) -> str:
         text = f"n{self.bn}.k{self.bk}.s{self.split}.w{self.warps}"
-        return f"{text}.p{self.stages}" if self.stages else text
+        return text + f".p{self.stages}" * (self.stages > 0) + ".late" * (not self.ahead)
 
     @staticmethod
     @functools.cache
     def parse(text: str) -> "Config":
         """The config that `str` wrote; ValueError for any other text."""
-        match = re.fullmatch(r"n(\d+)\.k(\d+)\.s(\d+)\.w(\d+)(?:\.p(\d+))?", text)
+        pattern = r"n(\d+)\.k(\d+)\.s(\d+)\.w(\d+)(?:\.p(\d+))?(\.late)?"
+        match = re.fullmatch(pattern, text)
         if match is None:
             raise ValueError(
                 f"no config of triton.router: {text!r}; wanted such as 'n2.k1024.s1.w4'"
             )
-        return Config(*(int(word or 0) for word in match.groups()))
+        bn, bk, split, warps, stages = (int(word or 0) for word in match.groups()[:5])
+        return Config(bn, bk, split, warps, stages, not match[6])
 
     def within(self, m: int, limit: int = SHARED) -> "Config":
         """This config of m tokens, or one of fewer stages, whose tiles fit in shared memory."""
@@ -123,7 +126,8 @@ def product_configs(n: int, k: int, dot: bool, m: int) -> tuple[str, ...]:
         # Parts of equal numbers of steps, none without any
         sizes = {-(-steps // max(1, min(aim, steps, PARTS))) for aim in aims}
         for size in sorted(sizes, key=lambda size: (-(-steps // size) * across > PROGRAMS, size)):
-            found.append(Config(bn, bk, -(-steps // size), warps, min(size + 1, 5)).within(m))
+            stages = min(size + 1, 5 if bn > 8 else 8)
+            found.append(Config(bn, bk, -(-steps // size), warps, stages).within(m))
     sums = next((rows for limit, rows in SUMS.items() if m <= limit), () if dot else SUMS[16])
     single = []
     for bn, bk, warps in sums:
@@ -133,7 +137,9 @@ def product_configs(n: int, k: int, dot: bool, m: int) -> tuple[str, ...]:
         for split in (1, 2, 4, 8):
             each = -(-steps // split)
             if split <= steps and -(-n // bn) * split <= 4 * PROGRAMS and each <= 16:
-                single += [Config(bn, bk, -(-steps // each), warps)]
+                made = Config(bn, bk, -(-steps // each), warps)
+                late = [dataclasses.replace(made, ahead=False)] * (split == 1 and bn < 4)
+                single += [made, *late]
         if steps > 16:  # unrolled, these would be many
             single += [Config(bn, bk, min(PARTS, -(-steps // 16)), warps)]
     found = [*single, *found] if m <= 4 or not dot else [*found, *single]
@@ -147,10 +153,11 @@ def product_constants(config: Config, m: int, k: int, itemsize: int) -> tuple[in
     dot, steps = config.stages > 0, -(-k // config.bk)
     each = -(-steps // min(config.split, steps))
     split = -(-steps // each)
+    lines = min(power(-(-each * config.bk * itemsize // 128)), max(1, AHEAD // config.bn))
     return split, {
         "MT": tile_tokens(m, dot), "BN": config.bn, "BK": config.bk, "B": config.warps,
         "STEPS": each, "STAGES": max(1, config.stages), "DOT": dot,
-        "LINES": min(power(-(-each * config.bk * itemsize // 128)), max(1, AHEAD // config.bn)),
+        "LINES": lines if config.ahead else 0,
         "EVEN_K": split * each * config.bk == k,
     }  # fmt: skip
 
@@ -213,7 +220,7 @@ def launch_select(
     c, code, m = contract, kernels or device(), logits.shape[-2]
     weights, indices = results(c, [logits[0] if sums else logits])
     groups, size = places(c)
-    held = list(others)
+    held = [bias.reshape(-1).contiguous() for bias in others]
     logit_bias = held.pop(0) if sums and c.logit_bias is not None else logits
     bias = held.pop(0) if c.bias is not None else logits
     pdl = after and _dependent(logits.device)
@@ -275,7 +282,9 @@ class Fused(Family):
         config: str | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         x, weight, *others = inputs
-        x, weight = rows_of(x, contract.hidden), rows_of(weight, contract.hidden)
+        if weight.stride(1) != 1 and contract.hidden > 1:  # a copy would take longer
+            return SELECT.run(contract, inputs, packed)
+        x = rows_of(x, contract.hidden)
         chosen = Config.parse(config or self.configs(contract, x.shape[0])[0])
         sums = launch_product(x, weight, None, chosen)
         return launch_select(contract, sums, others, sums=True, after=True)
@@ -328,8 +337,9 @@ def _warps(text: str) -> int:
 def chunks(hidden: int) -> int:
     """Parts of the columns that are multiplied on their own, of equal sizes of about `CHUNK`: sums
     of more in tensor cores are less exact than those of float32 arithmetic. 1 if there are none."""
-    fits = [hidden // size for size in range(CHUNK, CHUNK // 4, -8) if hidden % size == 0]
-    return min(fits[0], PARTS) if fits and fits[0] <= PARTS else 1
+    least = min(PARTS, -(-hidden // CHUNK))
+    fits = [parts for parts in range(least, PARTS + 1) if hidden % (8 * parts) == 0]
+    return fits[0] if fits else 1
 
 
 def library_product(
@@ -358,5 +368,6 @@ def long_sums(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.bmm(left, right, out_dtype=FP32)
 
 
+SELECT = Select()
 ROUTER.register(Fused())
-ROUTER.register(Select())
+ROUTER.register(SELECT)

@@ -36,7 +36,7 @@ def _load(ptr, k, K, EVEN_K: tl.constexpr):
 def _sums(
     x_ptr, x_stride, w_ptr, m, M, first, K,
     MT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STEPS: tl.constexpr,
-    EVEN_K: tl.constexpr,
+    EVEN_K: tl.constexpr, READY: tl.constexpr,
 ):  # fmt: skip
     """[BN, MT]: sums of products of rows of w and up to four tokens, from column `first` on.
 
@@ -58,6 +58,8 @@ def _sums(
         if MT > 2:
             a2 += w * _load(x2, k, K, EVEN_K).to(tl.float32)
             a3 += w * _load(x3, k, K, EVEN_K).to(tl.float32)
+    if READY:
+        gdc_launch_dependents()
     if MT == 1:
         out = tl.sum(a0, 1)[:, None]
     elif MT == 2:
@@ -79,6 +81,8 @@ def product(
     to out[parts, M, N]. Programs: tiles of BN experts x parts x tiles of MT tokens.
 
     LINES: of 128 bytes of each row of w, that are fetched before the launch before has ended.
+    PDL: the next launch may start when all programs have begun, if it adds the parts, else when all
+    have read; it waits for the end of this one before it reads or writes anything.
     DOT: by tensor cores, B slices of each BK columns at a time, one for each warp.
     """
     part = tl.program_id(1)
@@ -87,23 +91,27 @@ def product(
     if PDL:
         if PARTS:
             gdc_launch_dependents()
-        _fetch(experts, part * STEPS * BK, K, LINES)
+        if LINES > 0:
+            _fetch(experts, part * STEPS * BK, K, LINES)
         gdc_wait()
     if DOT:
         KB: tl.constexpr = BK // B
         rows = (x_ptr + tl.minimum(m, M - 1).to(tl.int64) * x_stride)[None, :, None]
         experts = experts[None, :, None]
         inside = tl.arange(0, B)[:, None, None] * KB + tl.arange(0, KB)[None, None, :]
-        acc = tl.zeros((B, BN, MT), tl.float32)
+        acc, one = tl.zeros((B, BN, MT), tl.float32), tl.full((B, BN, MT), 1.0, tl.float32)
         for step in tl.range(0, STEPS, num_stages=STAGES):
             k = (part * STEPS + step) * BK + inside
             w, x = _load(experts, k, K, EVEN_K), _load(rows, k, K, EVEN_K)
-            acc = tl.dot(w, x.permute(0, 2, 1), acc)
+            # Tensor cores cut a sum's last bits off, and Triton gives them what is added to theirs.
+            acc = tl.fma(tl.dot(w, x.permute(0, 2, 1)), one, acc)
+        if PDL and not PARTS:
+            gdc_launch_dependents()
         out = tl.sum(acc, 0)
     else:
         out = _sums(
             x_ptr, x_stride, experts[:, None], tl.program_id(2) * MT, M, part * STEPS * BK, K,
-            MT, BN, BK, STEPS, EVEN_K,
+            MT, BN, BK, STEPS, EVEN_K, PDL and not PARTS,
         )  # fmt: skip
     n, m = n[:, None], m[None, :]
     place = out_ptr + m.to(tl.int64) * out_stride + n

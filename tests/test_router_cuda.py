@@ -100,6 +100,8 @@ def test_the_sets_that_torch_chooses(name, kind):
     c = BY_NAME[name].contract
     g = torch.Generator("cuda").manual_seed(0)
     logits = rows_of(kind, c.n, 20000, c.logits, g)
+    if c.groups > 1 and c.order == "select-score":  # torch's amax of 0 and -0 is either
+        logits = logits + 0
     bias = None
     if c.bias is not None:
         bias = (torch.randn(c.n, generator=g, device="cuda") / 8).to(c.bias)

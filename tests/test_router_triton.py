@@ -21,9 +21,9 @@ BY_NAME = {case.name: case for case in CASES}
 PRODUCTS = [name for name, case in BY_NAME.items() if case.contract.hidden]
 SMALL = of_product(contract(19, 4, score="sigmoid", bias=FP32, normalised="s+eps"), 328)
 CONFIGS = (
-    "n2.k512.s1.w4", "n1.k128.s3.w2", "n4.k64.s2.w1", "n2.k64.s6.w2",
+    "n2.k512.s1.w4", "n1.k128.s3.w2.late", "n4.k64.s2.w1", "n2.k64.s6.w2",
     "n16.k128.s1.w4.p2", "n16.k128.s3.w8.p1", "n32.k64.s4.w4.p3", "n64.k512.s1.w4.p1",
-    "n8.k128.s2.w8.p3",
+    "n8.k128.s2.w8.p3", "n4.k128.s1.w4.p3.late", "n2.k64.s3.w2.p2",
 )  # fmt: skip
 
 
@@ -76,7 +76,7 @@ def test_every_config_and_number_of_tokens(config, dtype):
 def test_the_product_alone(config, dtype):
     """With and without a bias, in rows of other tensors, whatever the parts."""
     g = torch.Generator().manual_seed(0)
-    for m, n, k in ((1, 13, 328), (5, 16, 512), (18, 9, 200)):
+    for m, n, k in ((1, 13, 328), (5, 16, 512), (18, 9, 200), (3, 5, 8)):
         wide = torch.randint(-3, 4, (m, k + 24), generator=g).to(BF16)
         x = wide[:, 8 : 8 + k]
         w = torch.randint(-3, 4, (n, k), generator=g).to(BF16)
@@ -111,9 +111,17 @@ def test_rows_of_other_tensors_and_more_axes():
     held = torch.zeros(w.shape[0], w.shape[1] + 16, dtype=w.dtype)
     held[:, 8:-8] = w
     wanted = reference(case.contract, [x, w])
-    for given in ([wide[:, ::2], w], [x, held[:, 8:-8]], [x.unflatten(0, (2, 3)), w]):
+    for given in (
+        [wide[:, ::2], w], [x, held[:, 8:-8]], [x.unflatten(0, (2, 3)), w],
+        [x, w.t().contiguous().t()],
+    ):  # fmt: skip
         for route in ("triton.router", "triton.select"):
             assert not wrong(case.contract, call(case.contract, given, route), wanted)
+    case = BY_NAME["deepseek v3"]
+    logits, bias = case.inputs()
+    apart = torch.stack([bias, bias + 1], 1)[:, 0]
+    found = call(case.contract, [logits, apart], "triton.select")
+    assert not wrong(case.contract, found, reference(case.contract, [logits, bias]))
     chosen = BY_NAME["qwen3"].contract
     logits = torch.randn(6, 2 * chosen.n).to(BF16)[:, ::2]
     assert not wrong(
@@ -210,6 +218,6 @@ def test_a_text_that_is_no_config():
 
 
 def test_chunks_of_columns():
-    for hidden, wanted in ((7168, 7), (2880, 3), (2048, 2), (1024, 1), (513, 1), (5120, 5),
-                           (65536, 1), (6144, 6), (4096, 4), (64, 1)):  # fmt: skip
+    for hidden, wanted in ((7168, 56), (2880, 24), (2048, 16), (1024, 8), (513, 1), (5120, 40),
+                           (65536, 64), (12288, 64), (6144, 48), (4096, 32), (64, 1)):  # fmt: skip
         assert family.chunks(hidden) == wanted, hidden
