@@ -109,3 +109,25 @@ def distinct(rows: int = T, n: int = N) -> tuple[torch.Tensor, torch.Tensor]:
     x = torch.randn(rows, H).to(BF16)
     x[:, :n] = torch.stack([torch.randperm(n) for _ in range(rows)]) / 4 - n / 8
     return x, torch.eye(n, H, dtype=BF16)[torch.randperm(n)]
+
+
+def sets(results: Any) -> Any:
+    """Results with each row of k in the order of its experts, whatever order that was."""
+    *others, indices = results
+    if indices.dtype not in (torch.int64, torch.int32) or indices.dim() < 2:
+        return results
+    order = indices.long().argsort(-1)
+    weights = [w.gather(-1, order) if w.shape == indices.shape else w for w in others]
+    return [*weights, indices.gather(-1, order)]
+
+
+def assert_close(ours: Any, eager: Any) -> None:
+    """Equal experts; weights that differ by no more than rounding twice does."""
+    ours, eager = (r if isinstance(r, tuple) else (r,) for r in (ours, eager))
+    for a, b in zip(sets(ours), sets(eager), strict=True):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape)
+        if a.is_floating_point():
+            ulps = 8 if b.dtype is FP32 else 2
+            torch.testing.assert_close(a, b, rtol=ulps * torch.finfo(b.dtype).eps, atol=1e-30)
+        else:
+            assert torch.equal(a, b)

@@ -6,13 +6,14 @@ import pytest
 import torch
 from goldens import Golden, outcome
 from quantisers import Of
-from router_spellings import SPELLINGS, deepseek_v3, mixtral, returns_logits
+from router_spellings import SPELLINGS, deepseek_v3, mixtral, normal, returns_logits
 from routers import (
     BF16,
     FP16,
     FP32,
     H,
     N,
+    assert_close,
     compiled,
     distinct,
     found,
@@ -222,6 +223,31 @@ def test_experts(n, k):
     assert contract.normalised == "s+eps"
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("n, k", [(7, 3), (60, 6), (347, 7)])
+@pytest.mark.parametrize("rows", [1, 5, 131])
+def test_odd_sizes(rows, n, k, threads):
+    """On a CPU the last bit of a sigmoid depends on how many there are, and on which thread."""
+
+    def router(m, x):
+        made = torch.nn.functional.linear(x.float(), m.w.float())
+        picked, first = made.topk(k)
+        gates = torch.sigmoid(made)
+        second = (gates + m.b).topk(k)[1]
+        picked, weights = picked.sigmoid(), gates.gather(1, second)
+        return normal(picked), first, normal(weights), second
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        report, found = sites(router, tokens(rows), w=weight(n), b=torch.zeros(n))
+    finally:
+        torch.set_num_threads(before)
+    assert report.lowered == len(report.sites) == 2, report
+    assert {contract.order for contract in found} == {"select-score", "score-select"}
+    assert {contract.normalised for contract in found} == {"s+eps"}
+
+
 @pytest.mark.parametrize("x, w", [(FP16, FP16), (FP32, FP32), (BF16, FP32)])
 def test_dtypes(x, w):
     def router(m, x):
@@ -339,27 +365,6 @@ def test_the_topk_of_probes_is_that_of_the_specification(rows, dtype):
 
 
 # Results, compiled for a CPU with the reference.
-
-
-def sets(results):
-    """Results with each row of k in the order of its experts, whatever order that was."""
-    *others, indices = results
-    if indices.dtype not in (torch.int64, torch.int32) or indices.dim() < 2:
-        return results
-    order = indices.long().argsort(-1)
-    weights = [w.gather(-1, order) if w.shape == indices.shape else w for w in others]
-    return [*weights, indices.gather(-1, order)]
-
-
-def assert_close(ours, eager):
-    """Equal experts; weights that differ by no more than rounding twice does."""
-    ours, eager = (r if isinstance(r, tuple) else (r,) for r in (ours, eager))
-    for a, b in zip(sets(ours), sets(eager), strict=True):
-        assert (a.dtype, a.shape) == (b.dtype, b.shape)
-        if a.is_floating_point():
-            torch.testing.assert_close(a, b, rtol=2 * torch.finfo(b.dtype).eps, atol=1e-30)
-        else:
-            assert torch.equal(a, b)
 
 
 def test_results():

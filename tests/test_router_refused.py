@@ -109,6 +109,40 @@ def the_smallest(m, x):
     return scores(m, x).topk(2, largest=False)
 
 
+@case(NO_CHOICE)
+def softplus_of_another_threshold(m, x):
+    return softplus(wide(m, x), threshold=30.0).sqrt().topk(2)
+
+
+@case(NO_CHOICE)
+def clamped_logits(m, x):
+    return torch.softmax(wide(m, x).clamp(-10, 10), -1).topk(2)
+
+
+@case(NO_CHOICE + "|" + NO_WEIGHTS)
+def sigmoid_by_its_formula(m, x):
+    """Of other bits."""
+    return (1 / (1 + torch.exp(-wide(m, x)))).topk(2)
+
+
+@case(NO_CHOICE)
+def one_expert_is_never_picked(m, x):
+    gates = torch.softmax(wide(m, x), -1)
+    return gates.masked_fill(torch.arange(N, device=x.device) == 0, 0.0).topk(2)
+
+
+@case(NO_WEIGHTS)
+def the_first_has_all_weight(m, x):
+    weights, indices = scores(m, x).topk(2)
+    return torch.where(torch.arange(2, device=x.device) == 0, 1.0, weights), indices
+
+
+@case(NO_WEIGHTS)
+def nan_is_replaced(m, x):
+    weights, indices = scores(m, x).topk(2)
+    return torch.nan_to_num(weights), indices
+
+
 @case("scores must be those of the logits; they are divided by 0.7 before")
 def temperature(m, x):
     return torch.softmax(logits(m, x) / 0.7, -1).topk(2)
@@ -308,6 +342,18 @@ def test_a_scale_that_is_given_stays_the_graphs():
 
     contract = found(router, tokens(), w=weight(), s=torch.tensor(2.5))
     assert (contract.normalised, contract.scale) == ("s+eps", 1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int32])
+def test_weights_of_another_dtype_stay_the_graphs(dtype):
+    """They are made of the operator's."""
+
+    def router(m, x):
+        weights, indices = scores(m, x).topk(4)
+        return normal(weights).to(dtype), indices
+
+    contract = found(router, tokens(), w=weight())
+    assert (contract.normalised, contract.out) == ("s+eps", FP32)
 
 
 def test_what_follows_the_weights_stays_the_graphs():

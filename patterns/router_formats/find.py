@@ -29,7 +29,8 @@ from qinductor.patterns.router_formats.sites import Site, is_narrowed, rows_of, 
 from qinductor.regions import CASTS, FLOATS, VIEWS, Scope, aten, prims
 
 PROBES = 96  # rows of a battery
-PROOFS = (5, 400)  # rows of the runs of a proof, where they are symbolic; of the last at least
+PROOFS = (5, 400)  # rows of the runs of a proof, at least
+MANY = 1 << 18  # logits of a search with one bias alone
 TRIED = 6  # contracts that are proved
 SEED = 20
 SMALLEST = 5e-324  # in float64
@@ -147,32 +148,44 @@ def answers(
 ) -> list[Answers]:
     """What a region answers to a battery; with each of some biases, if there is one.
 
-    at  the output that holds the weights
+    rows  of the battery, at least
+    at    the output that holds the weights
     """
     held = [None] if base.bias is None else biases(base.n, base.bias, seed)
+    rows = _whole(asked.function, rows)
+    if at < 0 and rows * base.n > MANY:
+        held = held[1:2]  # of a search; a proof takes all
     return [
         _ask(asked, seed + turn, battery(base, rows, seed + turn, known.numbers), bias, at)
         for turn, bias in enumerate(held)
     ]
 
 
+def _whole(region: Function, rows: int) -> int:
+    """As many rows, or a few more, as some runs of a region take."""
+    each = region.rows(rows)
+    return each * max(1, -(-rows // each))
+
+
 def _ask(
     asked: Remembered, name: Any, logits: torch.Tensor, bias: torch.Tensor | None, at: int
 ) -> Answers:
-    """What a region answers to some rows, in one evaluation."""
-    region, count = asked.function, len(logits)
-    rows = region.rows(count)
-    runs = max(1, -(-count // rows))
-    whole = logits[torch.arange(runs * rows) % count]
-    given = whole if runs == 1 else whole.view(runs, rows, -1)
+    """What a region answers to the rows of some runs, in one evaluation.
+
+    The specification must be run on these rows, too, no fewer: on a CPU the last bit of a sigmoid
+    depends on how many numbers there are.
+    """
+    rows = asked.function.rows(len(logits))
+    given = logits if rows == len(logits) else logits.view(-1, rows, logits.shape[-1])
     found = asked(name, [given], [] if bias is None else [bias])
-    indices, *weights = (out.reshape(runs * rows, -1)[:count] for out in found)
+    indices, *weights = (out.reshape(len(logits), -1) for out in found)
     return Answers(logits, bias, indices, weights[at] if weights else None)
 
 
 def prove(asked: Remembered, contract: Router, known: Known) -> None:
     """Refused with the first row for which a region and the reference differ."""
-    for seed, rows in enumerate(PROOFS, 1):
+    counts = dict.fromkeys(_whole(asked.function, rows) for rows in PROOFS)
+    for seed, rows in enumerate(counts, 1):
         for each in answers(asked, contract, known, rows, SEED * seed + 100, 0):
             weights, indices = reference(contract, each.inputs)
             equal = torch.equal(indices, each.indices)
@@ -193,7 +206,7 @@ def _reason(asked: Remembered, base: Router, given: list[Answers], known: Known)
             "those of other tokens, too"
         )
     wide, few = dataclasses.replace(base, logits=FP32), [each.first(FEW) for each in given[:1]]
-    factors = [n.args[1] for n in asked.function.nodes if n.target in SCALINGS]
+    factors = [v for n in asked.function.nodes if n.target in SCALINGS for v in n.args[1:]]
     for value in dict.fromkeys(
         v for v in factors if isinstance(v, (int, float)) and v not in (0, 1)
     ):
@@ -209,10 +222,11 @@ def _mixes(asked: Remembered, base: Router, bias: torch.Tensor | None) -> bool:
     """Whether other answers are given to rows that are in other company."""
     if asked.function.rows(PROBES) == 1:
         return False
-    drawn = torch.randn((2, PROBES, base.n), generator=torch.Generator().manual_seed(SEED))
+    rows = _whole(asked.function, PROBES)
+    drawn = torch.randn((2, rows, base.n), generator=torch.Generator().manual_seed(SEED))
     drawn[1, ::2] = drawn[0, ::2]
     first, second = (
-        _ask(asked, f"company {i}", rows.to(base.logits), bias, -1) for i, rows in enumerate(drawn)
+        _ask(asked, f"company {i}", part.to(base.logits), bias, -1) for i, part in enumerate(drawn)
     )
     if not torch.equal(first.indices[::2], second.indices[::2]):
         return True

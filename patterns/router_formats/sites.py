@@ -66,7 +66,7 @@ def site_of(result: Node, scope: Scope) -> Site:
             "a token's experts and weights must be computed of its own logits; "
             f"{counted.name} counts those of other tokens, too, as a capacity does"
         )
-    return Site(n, k, logits, order, _bias(order, region, n, varies), indices, weights)
+    return Site(n, k, logits, order, _bias(order, n), indices, weights)
 
 
 def _sizes(anchor: Node) -> tuple[int, int]:
@@ -245,7 +245,9 @@ def _weights(
     size = count(indices.meta["val"])
     for node in reversed(scored):
         value = node.meta.get("val")
-        if not isinstance(value, torch.Tensor) or count(value) != size:
+        if not isinstance(value, torch.Tensor) or value.dtype not in FLOATS:
+            continue
+        if count(value) != size:
             continue
         beyond = set(_scored(order, after, values, without=node))
         if beyond.isdisjoint(ends):
@@ -286,7 +288,7 @@ def is_narrowed(node: Node) -> bool:
     if node.target not in CASTS:
         return False
     old, new = (n.meta["val"].dtype for n in (node.args[0], node))  # type: ignore[union-attr]
-    return new not in (old, torch.float32)
+    return new is not old and new.itemsize <= old.itemsize
 
 
 def _region(logits: Node, outputs: Sequence[Node]) -> set[Node]:
@@ -300,7 +302,7 @@ def _region(logits: Node, outputs: Sequence[Node]) -> set[Node]:
     return found
 
 
-def _bias(order: Sequence[Node], region: set[Node], n: int, varies: _Varying) -> Node | None:
+def _bias(order: Sequence[Node], n: int) -> Node | None:
     """The one vector [n] that is read beside the logits; None if nothing is."""
     inside, found = set(order), set[Node]()
     beside = {m for node in order[1:] for m in node.all_input_nodes if m not in inside}
