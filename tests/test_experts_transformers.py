@@ -1,4 +1,4 @@
-"""Blocks of experts as transformers computes them, dequantised in the graph, in each of its forms."""
+"""Blocks of experts as transformers computes them, in two forms, dequantised in the graph."""
 
 from typing import Any
 

@@ -142,7 +142,7 @@ class Runner:
         Sizes of inputs that are taken by address follow from the sizes that are inputs.
         """
         if self._telling is None:
-            watches = [entry.watch for entry in self.entries.values()]
+            watches = [e.watch for e in self.entries.values() if e.recording is not None]
             every = [frozenset[int]() if watch is None else watch.indices for watch in watches]
             watched = frozenset.intersection(*every) if every else frozenset[int]()
             looks = [
@@ -165,9 +165,10 @@ class Runner:
 
     def keep(self, key: Key, entry: Entry) -> None:
         """Adds a recorded call."""
-        self.entries[key] = entry
-        self._known.clear()
-        self._telling = None
+        with self.lock:
+            self.entries[key] = entry
+            self._known.clear()
+            self._telling = None
 
     def _padded(
         self, sizes: Sizes, places: tuple[int, ...], arguments: Sequence[Any]
