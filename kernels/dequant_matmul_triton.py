@@ -18,6 +18,7 @@ from torch.nn.functional import linear
 from qinductor.kernels import fragments
 from qinductor.kernels.dequant_matmul import DEQUANT_MATMUL, DequantMatmul, cost
 from qinductor.kernels.dequant_matmul_triton_form import NARROW, Packed, device_form, widths
+from qinductor.kernels.triton_device import capability, shared_memory
 from qinductor.rates import BANDWIDTH, RATE
 
 WORKSPACE = 512 << 20  # bytes of dense W at once
@@ -40,13 +41,6 @@ def device() -> ModuleType:
     from qinductor.kernels import dequant_matmul_triton_kernels
 
     return dequant_matmul_triton_kernels
-
-
-@functools.cache
-def _shared(device: torch.device) -> int:
-    """Bytes of shared memory that a program's tiles may take there; sm_86 and sm_89 have 99 KiB."""
-    properties = torch.cuda.get_device_properties(device)
-    return min(SHARED, getattr(properties, "shared_memory_per_block_optin", SHARED) * 9 // 10)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +139,7 @@ def launch(
     if x.stride(-1) != 1 or x.dim() == 3 and x.stride(0) != x.shape[1] * x.stride(1):
         x = x.contiguous()
     if x.is_cuda:
-        config = config.within(contract, _shared(x.device))
+        config = config.within(contract, shared_memory(x.device, SHARED))
     experts = 0 if offsets is None else offsets.shape[0]
     batch = x.shape[0] if x.dim() == 3 else 1
     m = x.shape[-2]
@@ -162,7 +156,7 @@ def launch(
     epilogue = given.get("output_scale", x), given.get("bias", x)
     form = device_form(contract)
     asm = not type(code.product).__name__.startswith("Interpreted")
-    pdl = x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
+    pdl = x.is_cuda and capability(x.device) >= (9, 0)
     with torch.cuda.device_of(x):
         code.product[(*grid, split * batch)](
             x, x.stride(-2), *_packed(contract, given, x), *epilogue,
@@ -239,9 +233,8 @@ def heuristic(contract: DequantMatmul, m: int, experts: int = 1) -> Config:
     w = contract.weight
     bk = max(64 if m > 64 else 128, 256 // min(widths(w)))
     bm = next((b for b in (16, 32, 64) if m <= b), 128)
-    narrow = m <= 64 and (
-        w.n * experts < 8192 or w.table is not None and bm == 64
-    )  # addresses of entries
+    addresses = w.table is not None and bm == 64  # of a table's entries, which take registers
+    narrow = m <= 64 and (w.n * experts < 8192 or addresses)
     bn = 64 if narrow else 128
     programs = -(-m // bm) * -(-w.n // bn) * experts
     split = 1
@@ -320,7 +313,7 @@ class DequantCublas(Packed):
         aligned = contract.x is torch.bfloat16 and not w.n % 8 and not w.k % 8
         fits = offsets.shape[0] * w.n * w.k * contract.x.itemsize <= WORKSPACE
         # Elsewhere torch reads the offsets on the host.
-        waits = x.is_cuda and torch.cuda.get_device_capability(x.device)[0] not in (9, 10)
+        waits = x.is_cuda and capability(x.device)[0] not in (9, 10)
         if waits or not (aligned and fits) or {"bias", "output_scale"} & set(given):
             return launch(contract, x, given, of_groups(contract, x, offsets), offsets)
         x = reordered(x, given.get("order"), offsets).contiguous()

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import importlib.util
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -21,6 +20,7 @@ from qinductor.contracts import (
 from qinductor.errors import Refused
 from qinductor.kernels import fragments, packing
 from qinductor.kernels.dequant_matmul import DequantMatmul, Operands, unchanged
+from qinductor.kernels.triton_device import has_triton
 from qinductor.op import Spec
 
 NARROW = (torch.bfloat16, torch.float16)
@@ -167,7 +167,7 @@ class Packed:
         return target.startswith("sm_") and int(target[3:]) >= 80  # tensor cores with bf16
 
     def missing(self) -> str | None:
-        return None if importlib.util.find_spec("triton") else "Triton is not installed"
+        return None if has_triton() else "Triton is not installed"
 
     def why_not(self, contract: DequantMatmul) -> str | None:
         w = contract.weight

@@ -6,7 +6,6 @@ The mean of squares of an RMS norm is summed in another order than eager's; all 
 
 import dataclasses
 import functools
-import importlib.util
 import re
 from collections.abc import Sequence
 from types import ModuleType
@@ -17,6 +16,7 @@ import torch
 
 from qinductor.kernels.quantize import QUANTIZE, Quantize, cost, results
 from qinductor.kernels.quantize_triton_form import E8M0, device_form, unsupported
+from qinductor.kernels.triton_device import has_triton
 from qinductor.op import Spec
 from qinductor.rates import BANDWIDTH
 
@@ -128,7 +128,7 @@ class Triton:
         return target.startswith("sm_") and int(target[3:]) >= 80
 
     def missing(self) -> str | None:
-        return None if importlib.util.find_spec("triton") else "Triton is not installed"
+        return None if has_triton() else "Triton is not installed"
 
     def why_not(self, contract: Quantize) -> str | None:
         return unsupported(contract)

@@ -7,7 +7,6 @@ a product is summed.
 
 import dataclasses
 import functools
-import importlib.util
 import re
 from collections.abc import Sequence
 from types import ModuleType
@@ -18,6 +17,7 @@ import torch
 
 from qinductor.kernels.router import FP32, ROUTER, Router, cost, results
 from qinductor.kernels.router_triton_form import BF16, FP16, device_form, places, power, unsupported
+from qinductor.kernels.triton_device import capability, has_triton, shared_memory
 from qinductor.op import Spec
 from qinductor.rates import BANDWIDTH, RATE, M
 
@@ -50,18 +50,8 @@ def device() -> ModuleType:
     return router_triton_kernels
 
 
-@functools.cache
-def _shared(device: torch.device) -> int:
-    """Bytes of shared memory that a program's tiles may take there; sm_86 and sm_89 have 99 KiB."""
-    if device.type != "cuda":
-        return SHARED
-    properties = torch.cuda.get_device_properties(device)
-    return min(SHARED, getattr(properties, "shared_memory_per_block_optin", SHARED) * 9 // 10)
-
-
-@functools.cache
-def _dependent(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= DEPENDENT
+def _dependent(x: torch.Tensor) -> bool:
+    return x.is_cuda and capability(x.device) >= DEPENDENT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,13 +169,13 @@ def launch_product(
     """The product of x [M, K] and weight [N, K], rows contiguous: rounded to `out` [M, N], else its
     float32 sums [parts, M, N], without the bias."""
     code, (m, k), n = kernels or device(), x.shape, weight.shape[0]
-    config = config.within(m, _shared(x.device))
+    config = config.within(m, shared_memory(x.device, SHARED) if x.is_cuda else SHARED)
     split, constants = product_constants(config, m, k, weight.itemsize)
     parts = out is None or split > 1
     sums = x.new_empty((split, m, n), dtype=FP32) if parts else None
     into = sums if sums is not None else out
     assert into is not None
-    pdl = _dependent(x.device)
+    pdl = _dependent(x)
     with torch.cuda.device_of(x):
         code.product[(-(-n // config.bn), split, -(-m // constants["MT"]))](
             x, x.stride(0), weight, weight.stride(0), into if bias is None else bias, into,
@@ -223,7 +213,7 @@ def launch_select(
     held = [bias.reshape(-1).contiguous() for bias in others]
     logit_bias = held.pop(0) if sums and c.logit_bias is not None else logits
     bias = held.pop(0) if c.bias is not None else logits
-    pdl = after and _dependent(logits.device)
+    pdl = after and _dependent(logits)
     with torch.cuda.device_of(logits):
         code.select[(m,)](
             logits, logit_bias, bias, weights, indices, m,
@@ -245,7 +235,7 @@ class Family:
         return target.startswith("sm_") and int(target[3:]) >= 80
 
     def missing(self) -> str | None:
-        return None if importlib.util.find_spec("triton") else "Triton is not installed"
+        return None if has_triton() else "Triton is not installed"
 
     def operands(self, contract: Router) -> dict[str, Spec]:
         return {}

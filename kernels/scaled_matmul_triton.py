@@ -24,6 +24,7 @@ from qinductor.kernels.scaled_matmul_triton_form import (
     slice_of,
     sums_of,
 )
+from qinductor.kernels.triton_device import capability, shared_memory
 from qinductor.rates import BANDWIDTH, RATE, M
 
 SHARED = 204 << 10  # bytes of shared memory that a program's tiles may take
@@ -86,18 +87,6 @@ def device() -> ModuleType:
     from qinductor.kernels import scaled_matmul_triton_kernels
 
     return scaled_matmul_triton_kernels
-
-
-@functools.cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
-
-
-@functools.cache
-def _shared(device: torch.device) -> int:
-    """Bytes of shared memory that a program's tiles may take there; sm_86 and sm_89 have 99 KiB."""
-    properties = torch.cuda.get_device_properties(device)
-    return min(SHARED, getattr(properties, "shared_memory_per_block_optin", SHARED) * 9 // 10)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,8 +207,8 @@ def launch(
     a = signed(a if a.stride(1) == 1 else a.contiguous())
     wide = False
     if a.is_cuda:
-        config = config.within(contract, _shared(a.device))
-        wide = _capability(a.device) < FLOAT8
+        config = config.within(contract, shared_memory(a.device, SHARED))
+        wide = capability(a.device) < FLOAT8
     form = device_form(contract, wide)
     config = dataclasses.replace(config, bk=max(config.bk, 64 if four(contract) else form.summed))
     if four(contract):
@@ -242,7 +231,7 @@ def launch(
     zeros = _zeros(contract, zero, given, parts)
     bias = given.get("bias", parts)
     asm = not type(code.product).__name__.startswith("Interpreted")
-    pdl = a.is_cuda and _capability(a.device) >= (9, 0)
+    pdl = a.is_cuda and capability(a.device) >= (9, 0)
     tiles = -(-m // config.bm) * -(-w.n // config.bn)
     with torch.cuda.device_of(out):
         code.product[(tiles, split)](
@@ -311,7 +300,7 @@ def _zeros(
 
 def _aligned(*tensors: torch.Tensor) -> bool:
     """Whether TMA can fetch tiles of these on this device."""
-    ready = not tensors[0].is_cuda or _capability(tensors[0].device) >= (9, 0)
+    ready = not tensors[0].is_cuda or capability(tensors[0].device) >= (9, 0)
     return ready and all(t.data_ptr() % 16 == 0 and t.stride(0) % 16 == 0 for t in tensors)
 
 

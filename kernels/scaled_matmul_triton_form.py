@@ -12,7 +12,6 @@ Where a has zero points, sums of the codes are packed as well: of whole rows, or
 
 import dataclasses
 import functools
-import importlib.util
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from qinductor.kernels.scaled_matmul import (
     pack,
 )
 from qinductor.kernels.scaled_matmul_sums import zeros_why_not
+from qinductor.kernels.triton_device import has_triton
 from qinductor.op import Spec
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -148,7 +148,7 @@ class Packed:
         return target.startswith("sm_") and int(target[3:]) >= 80  # asynchronous copies
 
     def missing(self) -> str | None:
-        return None if importlib.util.find_spec("triton") else "Triton is not installed"
+        return None if has_triton() else "Triton is not installed"
 
     def why_not(self, contract: ScaledMatmul) -> str | None:
         c, w = contract, contract.weight

@@ -9,7 +9,6 @@
 """
 
 import functools
-import importlib.util
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
@@ -18,6 +17,7 @@ import torch
 
 from qinductor.kernels.scaled_matmul import TAGS
 from qinductor.kernels.sgl_checks import elsewhere, hold
+from qinductor.kernels.triton_device import capability, has_triton
 from qinductor.op import LIBRARY
 from qinductor.triton_compile import compiled
 
@@ -50,8 +50,7 @@ def run_batched(
 
 @functools.cache
 def _takes(device: torch.device) -> bool:
-    there = importlib.util.find_spec("triton") is not None
-    return there and torch.cuda.get_device_capability(device) >= LEAST
+    return has_triton() and capability(device) >= LEAST
 
 
 @functools.cache

@@ -7,11 +7,12 @@ Where few programs would have all of K they have parts of it, and a third launch
 
 import dataclasses
 import functools
-import importlib.util
 import re
 from types import ModuleType
 
 import torch
+
+from qinductor.kernels.triton_device import capability, has_triton, shared_memory
 
 MANY = 1 << 62
 SHARED = 220 << 10  # bytes of shared memory that a program may take
@@ -87,25 +88,13 @@ def device() -> ModuleType:
 
 
 @functools.cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
-
-
-@functools.cache
-def _shared(device: torch.device) -> int:
-    """Bytes of shared memory that a program may take there; sm_89 has 99 KiB."""
-    properties = torch.cuda.get_device_properties(device)
-    return min(SHARED, getattr(properties, "shared_memory_per_block_optin", SHARED) * 9 // 10)
-
-
-@functools.cache
 def missing(device: torch.device) -> str | None:
     """Why the kernels do not run on this GPU."""
-    if importlib.util.find_spec("triton") is None:
+    if not has_triton():
         return "Triton is not installed"
-    if _capability(device) < LEAST:
-        got = ".".join(map(str, _capability(device)))
-        return f"the GPU has compute capability {got}; wanted 8.9, which has float8"
+    if capability(device) < LEAST:
+        got = ".".join(map(str, capability(device)))
+        return f"the GPU has compute capability {got}; wanted 8.9 or later, which have float8"
     return None
 
 
@@ -145,7 +134,7 @@ def launch(
     """
     code, (t, k), (experts, n, _) = kernels or device(), a.shape, b.shape
     config = config or heuristic(t, experts, n, k)
-    config = config.within(k, _shared(a.device) if a.is_cuda else SHARED)
+    config = config.within(k, shared_memory(a.device, SHARED) if a.is_cuda else SHARED)
     if a.stride(1) != 1 or a.stride(0) % 16 or a.data_ptr() % 16:
         a = a.new_empty(a.shape).copy_(a)
     if b.data_ptr() % 16:
@@ -160,7 +149,7 @@ def launch(
     bt = max(1, min(128, WIDE // ep))
     tables = -(-tiles // bt)
     asm = not type(code.product).__name__.startswith("Interpreted")
-    pdl = a.is_cuda and _capability(a.device) >= (9, 0)
+    pdl = a.is_cuda and capability(a.device) >= (9, 0)
     words, split = a.view(torch.int32), config.split
     out = d if split == 1 else d.new_empty((split, t, n), dtype=torch.float32)
     with torch.cuda.device_of(a):

@@ -12,7 +12,6 @@
 """
 
 import functools
-import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 
@@ -20,6 +19,7 @@ import torch
 
 from qinductor.kernels.scaled_matmul import TAGS
 from qinductor.kernels.sgl_checks import elsewhere, hold
+from qinductor.kernels.triton_device import has_triton
 from qinductor.op import LIBRARY
 from qinductor.triton_compile import compiled
 
@@ -37,11 +37,6 @@ def device() -> ModuleType:
     from qinductor.kernels import sgl_moe_rows_kernels
 
     return sgl_moe_rows_kernels
-
-
-@functools.cache
-def _triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 def shuffle_rows(
@@ -223,7 +218,7 @@ def _shuffle_rows(x: torch.Tensor, rows: torch.Tensor, shape: Sequence[int]) -> 
     if out.numel():
         if x.stride(1) != 1:  # of one column
             x = x.contiguous()
-        (run_shuffle if x.is_cuda and _triton() else shuffled)(x, rows, out)
+        (run_shuffle if x.is_cuda and has_triton() else shuffled)(x, rows, out)
     return out
 
 
@@ -258,7 +253,7 @@ def _data(
 ) -> None:  # fmt: skip
     results = offsets, first, second, inputs, outputs
     hold(DATA, _why_not_data(ids, results, num_experts))
-    (run_data if ids.is_cuda and _triton() else data)(ids, results, num_experts, n, k)
+    (run_data if ids.is_cuda and has_triton() else data)(ids, results, num_experts, n, k)
     torch.autograd.graph.increment_version(results)
 
 

@@ -10,7 +10,6 @@ Operands are bfloat16, K a multiple of 8. Sums are float32, rounded once. On a C
 """
 
 import functools
-import importlib.util
 
 import torch
 
@@ -22,6 +21,7 @@ from qinductor.kernels.router_triton import (
 )
 from qinductor.kernels.scaled_matmul import TAGS
 from qinductor.kernels.sgl_checks import elsewhere, hold
+from qinductor.kernels.triton_device import capability, has_triton
 from qinductor.op import LIBRARY
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
@@ -84,8 +84,7 @@ def product_into(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> to
 
 @functools.cache
 def _takes(device: torch.device) -> bool:
-    there = importlib.util.find_spec("triton") is not None
-    return there and torch.cuda.get_device_capability(device) >= LEAST
+    return has_triton() and capability(device) >= LEAST
 
 
 def _why_not(names: tuple[str, str], x: torch.Tensor, w: torch.Tensor, major: str) -> str | None:
