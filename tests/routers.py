@@ -121,13 +121,15 @@ def sets(results: Any) -> Any:
     return [*weights, indices.gather(-1, order)]
 
 
-def assert_close(ours: Any, eager: Any) -> None:
-    """Equal experts; weights that differ by no more than rounding twice does."""
+def assert_close(ours: Any, eager: Any, name: str = "") -> None:
+    """Equal experts; weights that differ by no more than rounding twice does. `name`: of errors."""
     ours, eager = (r if isinstance(r, tuple) else (r,) for r in (ours, eager))
     for a, b in zip(sets(ours), sets(eager), strict=True):
-        assert (a.dtype, a.shape) == (b.dtype, b.shape)
+        assert (a.dtype, a.shape) == (b.dtype, b.shape), name
         if a.is_floating_point():
-            ulps = 8 if b.dtype is FP32 else 2
-            torch.testing.assert_close(a, b, rtol=ulps * torch.finfo(b.dtype).eps, atol=1e-30)
+            rtol = (8 if b.dtype is FP32 else 2) * torch.finfo(b.dtype).eps
+            torch.testing.assert_close(
+                a, b, rtol=rtol, atol=1e-30, msg=lambda text: f"{name}: {text}"
+            )
         else:
-            assert torch.equal(a, b)
+            assert torch.equal(a, b), name

@@ -335,5 +335,5 @@ def test_opcheck(name):
     torch.library.opcheck(torch.ops.qinductor.router.default, arguments)
 
 
-def test_the_reference_is_last():
+def test_the_reference_is_registered_first():
     assert next(iter(ROUTER.providers)) == "reference"

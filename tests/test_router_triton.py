@@ -57,11 +57,16 @@ def test_product_and_selection(name):
         hold(case.contract, inputs, found)
 
 
-@pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [
+        (config, dtype)
+        for dtype in (BF16, FP16, FP32)
+        for config in CONFIGS
+        if dtype is not FP32 or ".p" not in config  # tensor cores take 16 bits
+    ],
+)
 def test_every_config_and_number_of_tokens(config, dtype):
-    if dtype is FP32 and config.endswith(("p1", "p2", "p3")):
-        dtype = BF16
     chosen = dataclasses.replace(SMALL, x=dtype, weight=dtype)
     case = cases.Case("", 1, chosen)
     for m in (3, 17):

@@ -118,7 +118,7 @@ def test_what_is_checked_is_what_is_launched(case, monkeypatch):
     assert [name for name, *_ in recorder.calls] == wanted
     for kernel, arguments, keywords in recorder.calls[:2]:
         weight = c.weight or torch.bfloat16
-        checks.build(kernel, 80, c, config, n=c.n, k=c.hidden, m=case.m, weight=weight)
+        checks.build(kernel, 80, c, config, k=c.hidden, m=case.m, weight=weight)
         names, types, constants, options = compiled[kernel]
         assert len(arguments) + len(constants) == len(names)
         assert set(constants) == set(names) & set(keywords)

@@ -14,7 +14,7 @@ MOST = 1024  # experts
 DEPTH = 256  # nodes between the logits and a topk
 SORTS = {aten.sort.default, aten.sort.stable}
 PEAKS = {aten.argmax.default, aten.max.dim}
-SELECTS = {aten.topk.default, *SORTS, aten.argmax.default}
+SELECTS = {aten.topk.default, *SORTS}
 # What puts values at the places of the experts, takes them from there, or adds them up.
 PLACES = {
     aten.gather.default, aten.scatter.value, aten.scatter.src, aten.scatter_add.default,
@@ -73,7 +73,7 @@ def goes_on(node: Node) -> bool:
     if node.op != "call_function" or not pure(node) or node.target in PRODUCTS:
         return False
     made_of_numbers = not any(isinstance(n.meta.get("val"), HELD) for n in node.all_input_nodes)
-    return made_of_numbers or node.target in SELECTS | PLACES | COUNTS or expandable(node)
+    return made_of_numbers or node.target in SELECTS | PEAKS | PLACES | COUNTS or expandable(node)
 
 
 def is_tensor(node: Node) -> bool:

@@ -15,9 +15,8 @@ import torch
 
 from qinductor.contracts import short
 from qinductor.errors import Refused
-from qinductor.kernels.router import SCORES, Router, reference, weighted
+from qinductor.kernels.router import ORDERS, SCORES, TAKEN, Router, reference, weighted
 from qinductor.patterns.probe import same
-from qinductor.regions import FLOATS
 
 FEW = 32  # rows on which the family is compared first
 ODD = 0.05  # of what these have may differ there: see `_ask` in find.py
@@ -168,7 +167,7 @@ def _selections(base: Router, known: Known) -> Iterator[dict[str, Any]]:
                 for by in sums for masked in (-math.inf, 0.0, *lowest)
             ]  # fmt: skip
         for form, (compute, scores), order, score in itertools.product(
-            forms, _dtypes(known), ("score-select", "select-score"), SCORES
+            forms, _dtypes(known), ORDERS, SCORES
         ):
             if order == "select-score" and score == "none":
                 continue
@@ -179,7 +178,7 @@ def _selections(base: Router, known: Known) -> Iterator[dict[str, Any]]:
 
 def _dtypes(known: Known) -> Iterator[tuple[torch.dtype, torch.dtype | None]]:
     """dtypes in which scores are computed, and to which they are rounded."""
-    kinds = list(dict.fromkeys([FP32, *(d for d in known.dtypes if d in FLOATS)]))
+    kinds = list(dict.fromkeys([FP32, *known.dtypes]))
     for compute in kinds:
         yield compute, None
         yield from ((compute, scores) for scores in kinds if scores is not compute)
@@ -193,8 +192,8 @@ def _weightings(member: Router, known: Known) -> Iterator[dict[str, Any]]:
     scales = [1.0, *(v for v in known.numbers if v not in (0, 1))]
     scales += [1 / v for v in known.numbers if v not in (0, 1) and abs(v) > 1e-6]
     inner = [None, *(d for d in dict.fromkeys([FP32, *known.dtypes]) if d is not member.ordered)]
-    both = ("scores", "choice") if member.bias is not None or member.groups > 1 else ("scores",)
-    for taken, dtype, scale, (how, epsilon) in itertools.product(both, inner, scales, norms):
+    kinds = _kinds(member)
+    for taken, dtype, scale, (how, epsilon) in itertools.product(kinds, inner, scales, norms):
         yield {
             "taken": taken, "inner": dtype, "scale": scale, "normalised": how, "epsilon": epsilon,
         }  # fmt: skip
@@ -202,11 +201,16 @@ def _weightings(member: Router, known: Known) -> Iterator[dict[str, Any]]:
 
 def _taken(member: Router, given: Answers) -> dict[str, torch.Tensor]:
     """What a member makes weights of, by kind."""
-    kinds = ("scores", "choice") if member.bias is not None or member.groups > 1 else ("scores",)
     plain = dataclasses.replace(member, normalised="", scale=1.0, inner=None, out=member.ordered)
     return {
-        kind: reference(dataclasses.replace(plain, taken=kind), given.inputs)[0] for kind in kinds
+        kind: reference(dataclasses.replace(plain, taken=kind), given.inputs)[0]
+        for kind in _kinds(member)
     }
+
+
+def _kinds(member: Router) -> tuple[str, ...]:
+    """What a member's weights may be taken from, where these differ."""
+    return TAKEN if member.bias is not None or member.groups > 1 else TAKEN[:1]
 
 
 def _wrong_weights(

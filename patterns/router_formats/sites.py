@@ -214,7 +214,7 @@ def _computed(
         if node in found or not goes_on(node):
             continue
         behind = not after.isdisjoint(node.all_input_nodes)
-        if behind and node.target in (SELECTS - {aten.argmax.default}) | PARTS:
+        if behind and node.target in SELECTS | PARTS:
             continue  # tokens are sorted by their experts
         others = [m for m in node.all_input_nodes if m not in found and is_tensor(m)]
         if any(varies(m) and (m.op != "placeholder" or _is_rows(m)) for m in others):
