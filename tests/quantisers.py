@@ -12,6 +12,7 @@ import qinductor
 from qinductor.contracts import parse
 from qinductor.kernels.quantize import QUANTIZE, Quantize, Reference
 from qinductor.patterns.activation_formats.find import Finder
+from qinductor.patterns.probe import Prober
 from qinductor.testing import rewritten
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -70,17 +71,17 @@ def sites(
 
 
 @contextlib.contextmanager
-def few_runs() -> Iterator[None]:
+def few_runs(finder: type[Prober] = Finder) -> Iterator[None]:
     """Within it no site, lowered or not, is run on probes more often than `MOST` times."""
-    find = Finder.__call__
+    find: Any = finder.__call__
 
-    def counted(self: Finder, *args: Any) -> Any:
+    def counted(self: Prober, *args: Any) -> Any:
         try:
             return find(self, *args)
         finally:
             assert self.runs <= MOST, f"{self.runs} runs of one site"
 
-    with mock.patch.object(Finder, "__call__", counted):
+    with mock.patch.object(finder, "__call__", counted):
         yield
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from quantisers import Of
+from quantisers import Of, few_runs
 
 import qinductor
 from qinductor.contracts import parse
@@ -16,7 +16,6 @@ from qinductor.patterns.router_formats.find import Finder
 from qinductor.testing import rewritten
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-MOST = 40  # evaluations of one region
 N, H, T = 16, 64, 6  # experts, columns of x, tokens
 
 
@@ -34,21 +33,6 @@ def provided() -> contextlib.AbstractContextManager[Any]:
     return mock.patch.dict(ROUTER.providers, reference, clear=True)
 
 
-@contextlib.contextmanager
-def few_runs() -> Iterator[None]:
-    """Within it no site, lowered or not, is run on probes more often than `MOST` times."""
-    find = Finder.__call__
-
-    def counted(self: Finder, *args: Any) -> Any:
-        try:
-            return find(self, *args)
-        finally:
-            assert self.runs <= MOST, f"{self.runs} runs of one site"
-
-    with mock.patch.object(Finder, "__call__", counted):
-        yield
-
-
 def sites(
     function: Callable[..., Any],
     *x: torch.Tensor,
@@ -57,7 +41,7 @@ def sites(
     **buffers: torch.Tensor,
 ) -> tuple[qinductor.Report, list[Router]]:
     """The report on a function of buffers and x, and the contracts of the routers in its graph."""
-    with provided(), few_runs():
+    with provided(), few_runs(Finder):
         made = rewritten(lambda: Of(function, **buffers), *x, target=target, dynamic=dynamic)
     return made.report, [*contracts(made.after)]
 
@@ -85,7 +69,7 @@ def compiled(
     """A compiled function, its results, and its report."""
     torch._dynamo.reset()
     made = torch.compile(Of(function, **buffers), backend="qinductor", options=options)
-    with torch.no_grad(), provided(), few_runs():
+    with torch.no_grad(), provided(), few_runs(Finder):
         return made, made(*x), qinductor.last_report()
 
 

@@ -8,6 +8,7 @@ import transformers
 from models import BF16, Random, nibbles
 
 import qinductor
+from qinductor.testing import rewritten
 
 moe = pytest.importorskip("transformers.integrations.moe")
 H, INNER, E = 128, 64, 4
@@ -83,9 +84,11 @@ def block(kind: str, form: str, bits: int) -> torch.nn.Module:
     ("kind", "bits"), [("qwen3_moe", 4), ("qwen3_moe", 8), ("deepseek_v3", 8), ("gpt_oss", 4)]
 )
 def test_both_products_of_the_experts_are_lowered(kind, bits, form):
-    """For one token and many; the router is left on a CPU, with that reason."""
+    """For one token and many."""
     torch._dynamo.reset()
     made = block(kind, form, bits)
+    graph = rewritten(lambda: made, Random(0).normal(1, 5, H)).after
+    assert graph.count(f"qinductor.{FORMS[form]}.default") == 2
     served = torch.compile(made, backend="qinductor", dynamic=True)
     for tokens in (1, 5, 33):
         x = Random(tokens).normal(1, tokens, H)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from recorder import Recorder
 from triton_cases import SMALL, fitting
 
 from qinductor.kernels import dequant_matmul_triton as family
@@ -96,31 +97,11 @@ def test_a_tile_of_w_from_shared_memory_is_found():
     assert "no operand of wgmma in registers" in checks.faults(changed, 90)
 
 
-class Recorder:
-    """Kernels that only note how they are called."""
-
-    def __init__(self) -> None:
-        self.calls: dict[str, Any] = {}
-        self.product, self.sum_parts, self.dequantise = map(
-            self.kernel, ("product", "sum_parts", "dequantise")
-        )
-
-    def kernel(self, name: str) -> Any:
-        def called(*arguments: Any, **constants: Any) -> None:
-            self.calls[name] = (arguments, constants)
-
-        class Kernel:
-            def __getitem__(self, grid: Any) -> Any:
-                return called
-
-        return Kernel()
-
-
 @pytest.mark.parametrize("name", SMALL)
 @pytest.mark.parametrize("grouped", [False, True])
 def test_what_is_checked_is_what_is_launched(name, grouped, monkeypatch):
     """The same constants and options, and an argument for every parameter."""
-    recorder, compiled = Recorder(), {}
+    recorder, compiled = Recorder("product", "sum_parts", "dequantise"), {}
 
     def note(function: Any, types: Any, constants: Any, target: int, **options: Any) -> Any:
         compiled[function.__name__] = set(function.arg_names), constants, options
@@ -142,7 +123,7 @@ def test_what_is_checked_is_what_is_launched(name, grouped, monkeypatch):
     family.dense(contract, given, 0, w.n, 2 if grouped else 0, kernels=recorder)
     for kernel in ("product", "sum_parts", "dequantise"):
         checks.build(kernel, contract, 80, str(config), grouped)
-        arguments, keywords = recorder.calls[kernel]
+        arguments, keywords = recorder.last[kernel]
         names, constants, options = compiled[kernel]
         assert len(arguments) + len(constants) == len(names)
         assert set(constants) == names & set(keywords)
@@ -151,4 +132,4 @@ def test_what_is_checked_is_what_is_launched(name, grouped, monkeypatch):
             assert constants[constant] == keywords[constant], constant
         assert options == {o: keywords[o] for o in options}
     k = family.fragments.padded(w.n, w.k, family.widths(w))[1]
-    assert recorder.calls["product"][1]["BK"] == min(config.bk, k & -k)
+    assert recorder.last["product"][1]["BK"] == min(config.bk, k & -k)

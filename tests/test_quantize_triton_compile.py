@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from recorder import Recorder
 
 from qinductor.kernels import quantize_cases as cases
 from qinductor.kernels import quantize_triton as family
@@ -66,29 +67,11 @@ def test_faults_are_found(target, field, old, new, fault):
     assert fault in checks.faults(dataclasses.replace(made, **{field: changed}), contract, target)
 
 
-class Recorder:
-    """Kernels that only note how they are called."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, Any, Any]] = []
-        self.extremes, self.quantise = map(self.kernel, ("extremes", "quantise"))
-
-    def kernel(self, name: str) -> Any:
-        def called(*arguments: Any, **constants: Any) -> None:
-            self.calls.append((name, arguments, constants))
-
-        class Kernel:
-            def __getitem__(self, grid: Any) -> Any:
-                return called
-
-        return Kernel()
-
-
 @pytest.mark.parametrize("case", cases.CASES, ids=lambda case: case.name)
 def test_what_is_checked_is_what_is_launched(case, monkeypatch):
     """One launch; two where the scale is that of the whole tensor. The same constants and options,
     and an argument for every parameter."""
-    recorder, compiled = Recorder(), {}
+    recorder, compiled = Recorder("extremes", "quantise"), {}
 
     def note(function: Any, types: Any, constants: Any, target: int, **options: Any) -> Any:
         compiled[function.__name__] = list(function.arg_names), types, constants, options

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from recorder import Recorder
 
 from qinductor.kernels import router_triton as family
 from qinductor.kernels import router_triton_checks as checks
@@ -71,30 +72,11 @@ def test_faults_are_found(kernel, field, old, new, fault):
     )
 
 
-class Recorder:
-    """Kernels that only note how they are called."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, Any, Any]] = []
-        for name in ("product", "sum_parts", "select"):
-            setattr(self, name, self.kernel(name))
-
-    def kernel(self, name: str) -> Any:
-        def called(*arguments: Any, **constants: Any) -> None:
-            self.calls.append((name, arguments, constants))
-
-        class Kernel:
-            def __getitem__(self, grid: Any) -> Any:
-                return called
-
-        return Kernel()
-
-
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_what_is_checked_is_what_is_launched(case, monkeypatch):
     """A launch of the selection, and one of the product before it; the same constants and options,
     and an argument for every parameter."""
-    recorder, compiled = Recorder(), {}
+    recorder, compiled = Recorder("product", "sum_parts", "select"), {}
 
     def note(function: Any, types: Any, constants: Any, target: int, **options: Any) -> Any:
         compiled[function.__name__] = list(function.arg_names), types, constants, options

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from recorder import Recorder
 
 from qinductor.kernels import scaled_matmul_triton as family
 from qinductor.kernels import scaled_matmul_triton_checks as checks
@@ -81,31 +82,13 @@ def test_every_fault_is_found(name, field, old, new, fault):
     assert fault in checks.faults(dataclasses.replace(made, **{field: changed}), contract, 90)
 
 
-class Recorder:
-    """Kernels that only note how they are called."""
-
-    def __init__(self) -> None:
-        self.calls: dict[str, Any] = {}
-        self.product, self.sum_parts = map(self.kernel, ("product", "sum_parts"))
-
-    def kernel(self, name: str) -> Any:
-        def called(*arguments: Any, **constants: Any) -> None:
-            self.calls[name] = (arguments, constants)
-
-        class Kernel:
-            def __getitem__(self, grid: Any) -> Any:
-                return called
-
-        return Kernel()
-
-
 ONES = {"sa_row", "z_row"}  # strides that the checks take for 1
 
 
 @pytest.mark.parametrize("chosen", [*CASES, *ASYMMETRIC], ids=lambda chosen: chosen.name)
 def test_what_is_checked_is_what_is_launched(chosen, monkeypatch):
     """The same constants and options, and an argument of its type for every parameter."""
-    recorder, compiled = Recorder(), {}
+    recorder, compiled = Recorder("product", "sum_parts"), {}
 
     def note(function: Any, types: Any, constants: Any, target: int, **options: Any) -> Any:
         compiled[function.__name__] = function.arg_names, types, constants, options
@@ -117,11 +100,11 @@ def test_what_is_checked_is_what_is_launched(chosen, monkeypatch):
     given = family.PROVIDER.pack(contract, source)
     (zero,) = zeros(contract, chosen.m) or (None,)
     family.launch(contract, a, scale, given, config, kernels=recorder, zero=zero)
-    tma = recorder.calls["product"][1]["TMA"]
+    tma = recorder.last["product"][1]["TMA"]
     for kernel in ("product", "sum_parts"):
         text = str(dataclasses.replace(config, tma=tma))
         checks.build(kernel, contract, 90, text)
-        arguments, keywords = recorder.calls[kernel]
+        arguments, keywords = recorder.last[kernel]
         names, types, constants, options = compiled[kernel]
         assert len(arguments) + len(set(constants) - ONES) == len(names)
         assert set(constants) - ONES == set(names) & set(keywords)
@@ -133,4 +116,4 @@ def test_what_is_checked_is_what_is_launched(chosen, monkeypatch):
                 held = "u8" if value.dtype is torch.uint8 else checks.TYPES[value.dtype]
                 assert types[name].partition(":")[0] == f"*{held}", name
     assert not tma or not four(contract)
-    assert E8M0 not in {t.dtype for t in recorder.calls["product"][0] if hasattr(t, "dtype")}
+    assert E8M0 not in {t.dtype for t in recorder.last["product"][0] if hasattr(t, "dtype")}

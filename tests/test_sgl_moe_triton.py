@@ -10,6 +10,7 @@ import interpreted
 import pytest
 import test_sgl_moe as moe
 import torch
+from recorder import Recorder
 from sgl import BF16, E4M3, FP16, hold_equal, hold_same
 
 from qinductor.kernels import sgl_moe_matmul_checks as checks
@@ -223,32 +224,13 @@ def test_memory_that_does_not_suffice_is_found():
     assert "1048576 bytes of shared memory of 232448" in checks.faults(made, 90)
 
 
-class Recorder:
-    """Kernels that only note how they are called."""
-
-    def __init__(self) -> None:
-        self.calls: dict[str, Any] = {}
-        names = "arrange", "product", "sum_parts"
-        self.arrange, self.product, self.sum_parts = map(self.kernel, names)
-
-    def kernel(self, name: str) -> Any:
-        def called(*arguments: Any, **constants: Any) -> None:
-            self.calls[name] = (arguments, constants)
-
-        class Kernel:
-            def __getitem__(self, grid: Any) -> Any:
-                return called
-
-        return Kernel()
-
-
 TYPES = {"*i32": INT32, "*i8": torch.int8, "*fp8e4nv": E4M3, "*fp32": torch.float32, "*bf16": BF16}
 
 
 @pytest.mark.parametrize("config", [SMALL, "m16.n64.k256.s2.w4.p3.l16"])
 @pytest.mark.parametrize(("n", "k"), [(256, 512), (256, 768)])
 def test_what_is_checked_is_what_is_launched(n, k, config, monkeypatch):
-    recorder, compiled = Recorder(), {}
+    recorder, compiled = Recorder("arrange", "product", "sum_parts"), {}
 
     def note(function: Any, types: Any, constants: Any, target: int, **options: Any) -> Any:
         compiled[function.__name__] = function.arg_names, types, constants, options
@@ -260,9 +242,9 @@ def test_what_is_checked_is_what_is_launched(n, k, config, monkeypatch):
     checks.laid(2, 90)
     if ".s2." in config:
         checks.summed(16, 90)
-    assert set(compiled) == set(recorder.calls)
+    assert set(compiled) == set(recorder.last)
     for name, (names, types, constants, options) in compiled.items():
-        arguments, given = recorder.calls[name]
+        arguments, given = recorder.last[name]
         given = {key: v for key, v in given.items() if key != "launch_pdl"}
         assert set(given) == {*constants, *options}, name
         held = dict(zip(names, arguments, strict=False))
