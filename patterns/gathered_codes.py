@@ -15,11 +15,10 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from qinductor.patterns.gathers import BATCHED
+from qinductor.patterns.gathers import BATCHED, COPIES, ids_of
 from qinductor.patterns.inserted import OURS, before
 from qinductor.regions import CASTS, VIEWS, Scope, aten, behind
 
-COPIES = {aten.clone.default, aten.alias.default, aten.detach.default, aten.bitwise_not.default}
 OF_AXIS = {aten.slice.Tensor, aten.select.int, aten.squeeze.dim, aten.unsqueeze.default}  # args[1]
 BEFORE = "qinductor chosen first"
 JOINS = {aten.cat.default, aten.stack.default}
@@ -39,7 +38,7 @@ def _chosen_last(
     side: Any = node.args[place]
     order, varying = behind(side, scope)
     varying = [n for n in varying if isinstance(n.meta.get("val"), torch.Tensor)]  # else a size
-    choices = [n for n in order if n.target is aten.index.Tensor and _ids(n) is not None]
+    choices = [n for n in order if _ids(n) is not None]
     if not varying or not choices:
         return
     ids = _ids(choices[-1])
@@ -74,15 +73,9 @@ def undo(node: Node) -> None:
 
 
 def _ids(node: Node) -> Node | None:
-    """By what whole numbers a node chooses along the first axis alone."""
-    if node.target is not aten.index.Tensor:
-        return None
-    indices: Any = node.args[1]
-    ids = indices[0] if all(other is None for other in indices[1:]) else None
-    if not isinstance(ids, Node):
-        return None
-    value = ids.meta["val"]
-    return ids if value.dim() == 1 and value.dtype in (torch.int32, torch.int64) else None
+    """By what vector of whole numbers a node chooses along the first axis alone."""
+    ids = ids_of(node)
+    return ids if ids is not None and ids.meta["val"].dim() == 1 else None
 
 
 def _is_constant(choice: Node, scope: Scope) -> bool:

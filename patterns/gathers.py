@@ -57,9 +57,10 @@ def gathers(graph: Graph) -> Iterator[Gather]:
 
 def gathered(side: Node) -> tuple[Node, Node] | None:
     """(the stack, which of it each batch takes) of an operand that is chosen, and not moved."""
-    args = _arguments(side)
-    ids = _ids(side.target, args) if side.op == "call_function" else None
-    return (args[0], ids) if ids is not None and ids.meta["val"].dim() == 1 else None
+    ids = ids_of(side)
+    if ids is None or ids.meta["val"].dim() != 1 or not _is_stack(side):
+        return None
+    return _arguments(side)[0], ids
 
 
 def gather_last(found: Gather) -> None:
@@ -126,8 +127,8 @@ def _traced(node: Node, place: int) -> Gather | None:
     moves: list[Node] = []
     side = _arguments(node)[place]
     while side.op == "call_function" and (args := _arguments(side)):
-        ids = _ids(side.target, args)
-        if ids is not None:
+        ids = ids_of(side)
+        if ids is not None and _is_stack(side):
             axes = _moved(side, moves[::-1])
             return None if axes is None else _gather(node, place, args[0], ids, axes)
         if not isinstance(args[0], Node) or not isinstance(args[0].meta.get("val"), torch.Tensor):
@@ -154,19 +155,23 @@ def _gather(node: Node, place: int, stack: Node, ids: Node, axes: list[Axis]) ->
     return found if fits and all(isinstance(size, int) for size in sizes) else None
 
 
-def _ids(target: Any, args: Any) -> Node | None:
-    """Which entries are chosen, if they are so along the first axis alone, by whole numbers."""
-    ids = None
-    if target is aten.index.Tensor:
+def ids_of(node: Node) -> Node | None:
+    """Which entries a node chooses, if it does so along the first axis alone, by whole numbers."""
+    ids, args = None, _arguments(node)
+    if node.target is aten.index.Tensor:
         ids, *others = args[1]
         ids = None if any(other is not None for other in others) else ids
-    elif target is aten.index_select.default:
-        ids = args[2] if args[1] % args[0].meta["val"].dim() == 0 else None
+    elif node.target is aten.index_select.default:
+        ids = args[2] if args[1] % max(1, args[0].meta["val"].dim()) == 0 else None
     if not isinstance(ids, Node) or not isinstance(args[0], Node):
         return None
     value = ids.meta["val"]
-    whole = value.dtype in (torch.int32, torch.int64) and value.dim() > 0
-    return ids if whole and args[0].meta["val"].dim() >= 3 else None
+    return ids if value.dtype in (torch.int32, torch.int64) and value.dim() > 0 else None
+
+
+def _is_stack(chosen: Node) -> bool:
+    """Whether what is chosen from has weights of two axes or more."""
+    return bool(_arguments(chosen)[0].meta["val"].dim() >= 3)
 
 
 def _moved(chosen: Node, moves: Sequence[Node]) -> list[Axis] | None:

@@ -345,7 +345,7 @@ def float8_first(m: Holder, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 
 def int4_first(m: Holder, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    q, scale = m.codes[ids], m.scale[ids]
+    q, scale = m.codes.index_select(0, ids), m.scale.index_select(0, ids)
     codes = torch.stack((q & 15, q >> 4), -1).flatten(2).to(torch.int8) - 8
     w = codes.to(BF16).unflatten(2, (-1, 32)) * scale.unsqueeze(-1)
     return x @ w.flatten(2).transpose(1, 2)

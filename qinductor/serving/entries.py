@@ -198,7 +198,7 @@ class Watch:
         """Whether nothing has changed; False where it is time for a closer look, too."""
         self.calls += 1
         if self.resolver.unversioned or self.calls % LOOK == 0:
-            self.resolver.calls = -1 % CHECK_EVERY  # so that it looks
+            self.resolver.calls = CHECK_EVERY - 1  # so that it looks
             return False
         with torch._C.DisableTorchFunctionSubclass():
             values = self._values(arguments)
