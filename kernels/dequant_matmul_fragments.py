@@ -17,7 +17,7 @@ from qinductor.kernels.dequant_matmul_triton_form import (
 )
 from qinductor.op import Spec
 
-NARROW = (torch.bfloat16, torch.float16, *FLOAT_CODES.values())  # float32 holds their values
+HELD_IN_FP32 = (torch.bfloat16, torch.float16, *FLOAT_CODES.values())
 
 
 class Fragments(Packed):
@@ -73,7 +73,7 @@ class Fragments(Packed):
         if name == "zero" and whole_zero(contract.weight):
             return True  # packing has checked that
         packed = _packed(contract, name)
-        return dtype is packed or (packed is torch.float32 and dtype in NARROW)
+        return dtype is packed or (packed is torch.float32 and dtype in HELD_IN_FP32)
 
     def _restored(
         self, contract: DequantMatmul, named: dict[str, torch.Tensor], name: str
