@@ -660,11 +660,14 @@ def test_the_weight_alone(chosen):
 SAMPLES = list(samples())
 
 
-# Operators whose samples are in test_scaled_matmul.py, test_quantize_triton.py and test_sgl_*.py.
+# Operators whose samples are in test_scaled_matmul.py, test_quantize_triton.py, test_router.py and
+# test_sgl_*.py.
 ELSEWHERE = {
     "scaled_matmul", "scaled_matmul_zero", "quantize", "sgl_per_token_group_quant_8bit",
     "sgl_per_tensor_quant_fp8", "sgl_per_token_quant_fp8", "fp8_scaled_mm", "int8_scaled_mm",
-    "fp8_blockwise_scaled_mm", "bmm_fp8", "bmm_fp8.out", "fp8_gemm_nt",
+    "fp8_blockwise_scaled_mm", "bmm_fp8", "bmm_fp8.out", "fp8_gemm_nt", "router",
+    "dsv3_router_gemm", "dsv3_fused_a_gemm", "dsv3_fused_a_gemm.out", "shuffle_rows",
+    "get_cutlass_w4a8_moe_mm_data", "cutlass_w4a8_moe_mm",
 }  # fmt: skip
 
 
@@ -672,8 +675,8 @@ def test_every_operator_has_samples():
     qualified = torch._C._dispatch_get_all_op_names()
     named = {n.removeprefix("qinductor::") for n in qualified if n.startswith("qinductor::")}
     assert named == {name for name, _ in SAMPLES} | ELSEWHERE
-    # The contract and the providers of `dequant_matmul` are those of its four.
-    assert set(OPS) == {"dequant_matmul", "quantize", "scaled_matmul"}
+    # The contract and the providers of `dequant_matmul` are those of its five.
+    assert set(OPS) == {"dequant_matmul", "quantize", "router", "scaled_matmul"}
 
 
 @pytest.mark.parametrize("i", range(len(SAMPLES)), ids=lambda i: f"{SAMPLES[i][0]} {i}")
