@@ -313,11 +313,30 @@ def weights_of_two_kinds(m, x):
     return values, gates.gather(1, indices) * 2, indices
 
 
+@case("ge compares the weights with the graph's own scores")
+def scores_from_the_least_weight_on(m, x):
+    gates = scores(m, x)
+    values, indices = gates.topk(2)
+    return torch.where(gates >= values.amin(-1, keepdim=True), gates, 0.0), indices
+
+
+@case("each row of logits must have its experts; .* has 6 rows, and .* experts of 1")
+def experts_of_the_last_token(m, x):
+    return scores(m, x).split([5, 1])[1].topk(2)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_refused(name):
     function, says, buffers = CASES[name]
     reason = refused(function, tokens(), w=weight(), **buffers)
     assert re.search(says, reason), reason
+
+
+def test_no_tokens():
+    def router(m, x):
+        return scores(m, x).topk(2)
+
+    assert "there must be tokens" in refused(router, tokens(0), w=weight())
 
 
 def test_k_must_be_a_number():

@@ -57,6 +57,7 @@ def site_of(result: Node, scope: Scope) -> Site:
     order, after = _computed(logits, anchor, place, varies)
     values, indices = (next((u for u in anchor.users if u.args[1] == i), None) for i in (0, 1))
     indices = indices or _unread(anchor)
+    _check_rows(logits, indices, n, k)
     weights = _weights(order, after, indices, values)
     region = _region(logits, [node for node in (indices, weights) if node is not None])
     order = [node for node in order if node in region]
@@ -94,6 +95,18 @@ def _sizes(anchor: Node) -> tuple[int, int]:
     if not k:
         raise Refused("k must be at least 1; it is 0")
     return n, k
+
+
+def _check_rows(logits: Node, indices: Node, n: int, k: int) -> None:
+    """Refused unless every row of logits, of one or more, has its experts."""
+    rows, picked = count(logits.meta["val"]) // n, count(indices.meta["val"]) // k
+    if not rows:
+        raise Refused(f"there must be tokens to pick experts for; {logits.name} has no row")
+    if rows != picked:
+        raise Refused(
+            f"each row of logits must have its experts; {logits.name} has {rows} rows, and "
+            f"{indices.name} experts of {picked}"
+        )
 
 
 def _unread(anchor: Node) -> Node:
@@ -299,6 +312,18 @@ def _region(logits: Node, outputs: Sequence[Node]) -> set[Node]:
         if node not in found:
             found.add(node)
             stack.extend(node.all_input_nodes)
+    return found
+
+
+def beyond(nodes: Collection[Node], inside: Collection[Node]) -> set[Node]:
+    """What is made of some nodes outside a region, up to products."""
+    found = set[Node]()
+    stack = [user for node in nodes for user in node.users]
+    while stack:
+        node = stack.pop()
+        if node not in found and node not in inside and node.target not in PRODUCTS:
+            found.add(node)
+            stack.extend(node.users)
     return found
 
 
