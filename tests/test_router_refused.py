@@ -320,6 +320,13 @@ def scores_from_the_least_weight_on(m, x):
     return torch.where(gates >= values.amin(-1, keepdim=True), gates, 0.0), indices
 
 
+@case("sign compares the weights with the graph's own scores")
+def signs(m, x):
+    gates = scores(m, x)
+    values, indices = gates.topk(2)
+    return (gates - values.amin(-1, keepdim=True)).sign(), indices
+
+
 @case("each row of logits must have its experts; .* has 6 rows, and .* experts of 1")
 def experts_of_the_last_token(m, x):
     return scores(m, x).split([5, 1])[1].topk(2)
@@ -381,6 +388,16 @@ def test_what_follows_the_weights_stays_the_graphs():
     def router(m, x):
         weights, indices = scores(m, x).topk(4)
         return weights * torch.sigmoid(x[:, :1].float()), indices
+
+    assert found(router, tokens(), w=weight()).out is FP32
+
+
+def test_experts_up_to_a_share_of_the_weights():
+    """A sum along a token's own experts is no capacity."""
+
+    def router(m, x):
+        weights, indices = scores(m, x).topk(4)
+        return weights * (weights.cumsum(-1) <= 0.9), indices
 
     assert found(router, tokens(), w=weight()).out is FP32
 

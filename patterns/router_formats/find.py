@@ -37,7 +37,7 @@ SMALLEST = 5e-324  # in float64
 COMPARISONS = {
     getattr(getattr(aten, name), kind)
     for name in ("eq", "ne", "lt", "le", "gt", "ge") for kind in ("Tensor", "Scalar")
-}  # fmt: skip
+} | {aten.sign.default, aten.bucketize.Tensor, aten.searchsorted.Tensor}  # fmt: skip
 
 
 def _check_compared(weights: Node, scores: Collection[Node], inside: Collection[Node]) -> None:

@@ -61,7 +61,7 @@ def site_of(result: Node, scope: Scope) -> Site:
     weights = _weights(order, after, indices, values)
     region = _region(logits, [node for node in (indices, weights) if node is not None])
     order = [node for node in order if node in region]
-    counted = next((node for node in order if node.target in COUNTS), None)
+    counted = next((n for n in order if n.target in COUNTS and not _along_last(n)), None)
     if counted is not None:
         raise Refused(
             "a token's experts and weights must be computed of its own logits; "
@@ -229,6 +229,8 @@ def _computed(
         behind = not after.isdisjoint(node.all_input_nodes)
         if behind and node.target in (SELECTS - {aten.argmax.default}) | PARTS:
             continue  # tokens are sorted by their experts
+        if behind and node.target in COUNTS and _along_last(node):
+            continue  # as many experts as have some share of the weights
         others = [m for m in node.all_input_nodes if m not in found and is_tensor(m)]
         if any(varies(m) and (m.op != "placeholder" or _is_rows(m)) for m in others):
             continue
@@ -347,6 +349,12 @@ def _bias(order: Sequence[Node], n: int) -> Node | None:
         names = ", ".join(sorted(node.name for node in found))
         raise Refused(f"a router has one bias for the choice; this reads {names}")
     return next(iter(found), None)
+
+
+def _along_last(node: Node) -> bool:
+    """Whether what is counted are entries of the last axis."""
+    axis: Any = node.args[1]
+    return axis % node.meta["val"].dim() == node.meta["val"].dim() - 1  # type: ignore[no-any-return]
 
 
 def _is_made_of_numbers(node: Node) -> bool:
