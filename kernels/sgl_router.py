@@ -135,12 +135,12 @@ def _dsv3_fused_a_gemm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 @torch.library.impl(LIBRARY, f"{FUSED_A}.out", "CompositeExplicitAutograd")
 def _dsv3_fused_a_gemm_out(a: torch.Tensor, b: torch.Tensor, *, output: torch.Tensor) -> None:
-    reason = _why_not_fused(a, b)
-    wanted = (a.shape[0], b.shape[-1])
+    hold(FUSED_A, _why_not_fused(a, b))
+    wanted = (a.shape[0], b.shape[1])
     if output.dtype is not BF16 or output.shape != wanted or not output.is_contiguous():
         got = f"output is {output.dtype}{list(output.shape)}, strides {output.stride()}"
-        reason = reason or f"{got}; wanted bfloat16{list(wanted)}, contiguous"
-    hold(FUSED_A, reason or elsewhere(a, output))
+        hold(FUSED_A, f"{got}; wanted bfloat16{list(wanted)}, contiguous")
+    hold(FUSED_A, elsewhere(a, output))
     product_into(a, b.t(), output)
     torch.autograd.graph.increment_version(output)
 

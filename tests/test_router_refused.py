@@ -313,11 +313,37 @@ def weights_of_two_kinds(m, x):
     return values, gates.gather(1, indices) * 2, indices
 
 
+@case("ge compares the weights with the graph's own scores")
+def scores_from_the_least_weight_on(m, x):
+    gates = scores(m, x)
+    values, indices = gates.topk(2)
+    return torch.where(gates >= values.amin(-1, keepdim=True), gates, 0.0), indices
+
+
+@case("sign compares the weights with the graph's own scores")
+def signs(m, x):
+    gates = scores(m, x)
+    values, indices = gates.topk(2)
+    return (gates - values.amin(-1, keepdim=True)).sign(), indices
+
+
+@case("each row of logits must have its experts; .* has 6 rows, and .* experts of 1")
+def experts_of_the_last_token(m, x):
+    return scores(m, x).split([5, 1])[1].topk(2)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_refused(name):
     function, says, buffers = CASES[name]
     reason = refused(function, tokens(), w=weight(), **buffers)
     assert re.search(says, reason), reason
+
+
+def test_no_tokens():
+    def router(m, x):
+        return scores(m, x).topk(2)
+
+    assert "there must be tokens" in refused(router, tokens(0), w=weight())
 
 
 def test_k_must_be_a_number():
@@ -362,6 +388,16 @@ def test_what_follows_the_weights_stays_the_graphs():
     def router(m, x):
         weights, indices = scores(m, x).topk(4)
         return weights * torch.sigmoid(x[:, :1].float()), indices
+
+    assert found(router, tokens(), w=weight()).out is FP32
+
+
+def test_experts_up_to_a_share_of_the_weights():
+    """A sum along a token's own experts is no capacity."""
+
+    def router(m, x):
+        weights, indices = scores(m, x).topk(4)
+        return weights * (weights.cumsum(-1) <= 0.9), indices
 
     assert found(router, tokens(), w=weight()).out is FP32
 

@@ -121,6 +121,13 @@ def test_errors_of_the_output(output, text):
         dsv3_fused_a_gemm(x, w.t(), output)
 
 
+@pytest.mark.parametrize(("x", "w"), [((), (16, 4)), ((2, 16), ()), ((16,), (16, 4))])
+def test_errors_of_operands_with_an_output(x, w):
+    x, w, output = (torch.ones(shape, dtype=BF16) for shape in (x, w, (2, 4)))
+    with pytest.raises(RuntimeError, match="^dsv3_fused_a_gemm: mat_a is .-D, .*wanted 2-D"):
+        dsv3_fused_a_gemm(x, w, output)
+
+
 def cases(device):
     x, w = whole(5, 64, device), whole(24, 64, device)
     out = torch.empty(5, 24, dtype=BF16, device=device)

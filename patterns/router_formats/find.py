@@ -25,7 +25,7 @@ from qinductor.patterns.router_formats.identify import (
     biases,
     identify,
 )
-from qinductor.patterns.router_formats.sites import Site, is_narrowed, rows_of, site_of
+from qinductor.patterns.router_formats.sites import Site, beyond, is_narrowed, rows_of, site_of
 from qinductor.regions import CASTS, FLOATS, VIEWS, Scope, aten, prims
 
 PROBES = 96  # rows of a battery
@@ -34,6 +34,21 @@ MANY = 1 << 18  # logits of a search with one bias alone
 TRIED = 6  # contracts that are proved
 SEED = 20
 SMALLEST = 5e-324  # in float64
+COMPARISONS = {
+    getattr(getattr(aten, name), kind)
+    for name in ("eq", "ne", "lt", "le", "gt", "ge") for kind in ("Tensor", "Scalar")
+} | {aten.sign.default, aten.bucketize.Tensor, aten.searchsorted.Tensor}  # fmt: skip
+
+
+def _check_compared(weights: Node, scores: Collection[Node], inside: Collection[Node]) -> None:
+    """Refused where the graph compares weights with its own scores: their last bits may differ."""
+    both = beyond([weights], inside) & beyond(scores, inside)
+    compared = next((node for node in both if node.target in COMPARISONS), None)
+    if compared is not None:
+        raise Refused(
+            f"{compared.name} compares the weights with the graph's own scores; the operator "
+            "computes its own, whose last bits may be others"
+        )
 
 
 def _topk(
@@ -102,6 +117,8 @@ class Finder(Prober):
         indices = _narrowed(site.indices, inside)
         results = {*outputs, *(n for n in region.nodes if n.target is aten.topk.default)}
         needed = any(u not in inside for n in inside - results for u in n.users)
+        if contract.score != "none" and site.weights is not None:
+            _check_compared(site.weights, inside - results, inside)
         if indices is not site.indices:
             contract = dataclasses.replace(contract, indices=indices.meta["val"].dtype)
         weights = () if site.weights is None else (site.weights,)

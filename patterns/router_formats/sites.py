@@ -57,10 +57,11 @@ def site_of(result: Node, scope: Scope) -> Site:
     order, after = _computed(logits, anchor, place, varies)
     values, indices = (next((u for u in anchor.users if u.args[1] == i), None) for i in (0, 1))
     indices = indices or _unread(anchor)
+    _check_rows(logits, indices, n, k)
     weights = _weights(order, after, indices, values)
     region = _region(logits, [node for node in (indices, weights) if node is not None])
     order = [node for node in order if node in region]
-    counted = next((node for node in order if node.target in COUNTS), None)
+    counted = next((n for n in order if n.target in COUNTS and not _along_last(n)), None)
     if counted is not None:
         raise Refused(
             "a token's experts and weights must be computed of its own logits; "
@@ -94,6 +95,18 @@ def _sizes(anchor: Node) -> tuple[int, int]:
     if not k:
         raise Refused("k must be at least 1; it is 0")
     return n, k
+
+
+def _check_rows(logits: Node, indices: Node, n: int, k: int) -> None:
+    """Refused unless every row of logits, of one or more, has its experts."""
+    rows, picked = count(logits.meta["val"]) // n, count(indices.meta["val"]) // k
+    if not rows:
+        raise Refused(f"there must be tokens to pick experts for; {logits.name} has no row")
+    if rows != picked:
+        raise Refused(
+            f"each row of logits must have its experts; {logits.name} has {rows} rows, and "
+            f"{indices.name} experts of {picked}"
+        )
 
 
 def _unread(anchor: Node) -> Node:
@@ -216,6 +229,8 @@ def _computed(
         behind = not after.isdisjoint(node.all_input_nodes)
         if behind and node.target in SELECTS | PARTS:
             continue  # tokens are sorted by their experts
+        if behind and node.target in COUNTS and _along_last(node):
+            continue  # as many experts as have some share of the weights
         others = [m for m in node.all_input_nodes if m not in found and is_tensor(m)]
         if any(varies(m) and (m.op != "placeholder" or _is_rows(m)) for m in others):
             continue
@@ -302,6 +317,18 @@ def _region(logits: Node, outputs: Sequence[Node]) -> set[Node]:
     return found
 
 
+def beyond(nodes: Collection[Node], inside: Collection[Node]) -> set[Node]:
+    """What is made of some nodes outside a region, up to products."""
+    found = set[Node]()
+    stack = [user for node in nodes for user in node.users]
+    while stack:
+        node = stack.pop()
+        if node not in found and node not in inside and node.target not in PRODUCTS:
+            found.add(node)
+            stack.extend(node.users)
+    return found
+
+
 def _bias(order: Sequence[Node], n: int) -> Node | None:
     """The one vector [n] that is read beside the logits; None if nothing is."""
     inside, found = set(order), set[Node]()
@@ -322,6 +349,12 @@ def _bias(order: Sequence[Node], n: int) -> Node | None:
         names = ", ".join(sorted(node.name for node in found))
         raise Refused(f"a router has one bias for the choice; this reads {names}")
     return next(iter(found), None)
+
+
+def _along_last(node: Node) -> bool:
+    """Whether what is counted are entries of the last axis."""
+    axis: Any = node.args[1]
+    return axis % node.meta["val"].dim() == node.meta["val"].dim() - 1  # type: ignore[no-any-return]
 
 
 def _is_made_of_numbers(node: Node) -> bool:
