@@ -7,7 +7,6 @@ cuBLAS multiply: for large M, where that costs less than taking codes apart once
 
 import dataclasses
 import functools
-import re
 from collections.abc import Mapping, Sequence
 from types import ModuleType
 
@@ -16,6 +15,7 @@ import torch
 from torch.nn.functional import linear
 
 from qinductor.kernels import fragments
+from qinductor.kernels.configs import matched
 from qinductor.kernels.dequant_matmul import DEQUANT_MATMUL, DequantMatmul, cost
 from qinductor.kernels.dequant_matmul_triton_form import NARROW, Packed, device_form, widths
 from qinductor.kernels.triton_device import capability, shared_memory
@@ -61,11 +61,8 @@ class Config:
     @functools.cache
     def parse(text: str) -> "Config":
         """The config that `str` wrote; ValueError for any other text."""
-        match = re.fullmatch(r"m(\d+)\.n(\d+)\.k(\d+)\.s(\d+)\.w(\d+)\.p(\d+)", text)
-        if match is None:
-            raise ValueError(
-                f"no config of triton.mma: {text!r}; wanted such as 'm16.n64.k128.s4.w4.p3'"
-            )
+        pattern = r"m(\d+)\.n(\d+)\.k(\d+)\.s(\d+)\.w(\d+)\.p(\d+)"
+        match = matched(pattern, text, "m16.n64.k128.s4.w4.p3", "triton.mma")
         return Config(*map(int, match.groups()))
 
     def within(self, contract: DequantMatmul, limit: int) -> "Config":

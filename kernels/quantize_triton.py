@@ -6,7 +6,6 @@ The mean of squares of an RMS norm is summed in another order than eager's; all 
 
 import dataclasses
 import functools
-import re
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import sympy
 import torch
 
+from qinductor.kernels.configs import matched
 from qinductor.kernels.quantize import QUANTIZE, Quantize, cost, results
 from qinductor.kernels.quantize_triton_form import E8M0, device_form, unsupported
 from qinductor.kernels.triton_device import has_triton
@@ -60,9 +60,7 @@ class Config:
     @functools.cache
     def parse(text: str) -> "Config":
         """The config that `str` wrote; ValueError for any other text."""
-        match = re.fullmatch(r"r(\d+)\.c(\d+)\.w(\d+)", text)
-        if match is None:
-            raise ValueError(f"no config of triton.quantize: {text!r}; wanted such as 'r1.c512.w1'")
+        match = matched(r"r(\d+)\.c(\d+)\.w(\d+)", text, "r1.c512.w1", "triton.quantize")
         return Config(*map(int, match.groups()))
 
 

@@ -7,7 +7,6 @@ a product is summed.
 
 import dataclasses
 import functools
-import re
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import sympy
 import torch
 
+from qinductor.kernels.configs import matched
 from qinductor.kernels.router import FP32, ROUTER, Router, cost, results
 from qinductor.kernels.router_triton_form import BF16, FP16, device_form, places, power, unsupported
 from qinductor.kernels.triton_device import capability, has_triton, shared_memory
@@ -78,11 +78,7 @@ class Config:
     def parse(text: str) -> "Config":
         """The config that `str` wrote; ValueError for any other text."""
         pattern = r"n(\d+)\.k(\d+)\.s(\d+)\.w(\d+)(?:\.p(\d+))?(\.late)?"
-        match = re.fullmatch(pattern, text)
-        if match is None:
-            raise ValueError(
-                f"no config of triton.router: {text!r}; wanted such as 'n2.k1024.s1.w4'"
-            )
+        match = matched(pattern, text, "n2.k1024.s1.w4", "triton.router")
         bn, bk, split, warps, stages = (int(word or 0) for word in match.groups()[:5])
         return Config(bn, bk, split, warps, stages, not match[6])
 
@@ -321,10 +317,7 @@ class Select(Family):
 @functools.cache
 def _warps(text: str) -> int:
     """Warps of a program, of which each has a token."""
-    match = re.fullmatch(r"w(\d+)", text)
-    if match is None:
-        raise ValueError(f"no config of triton.select: {text!r}; wanted such as 'w1'")
-    return int(match[1])
+    return int(matched(r"w(\d+)", text, "w1", "triton.select")[1])
 
 
 def chunks(hidden: int) -> int:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import re
 from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import sympy
 import torch
 
+from qinductor.kernels.configs import matched
 from qinductor.kernels.scaled_matmul import FP32, SCALED_MATMUL, Operands, ScaledMatmul, cost
 from qinductor.kernels.scaled_matmul_sums import signed
 from qinductor.kernels.scaled_matmul_triton_form import (
@@ -115,11 +115,7 @@ class Config:
     def parse(text: str) -> "Config":
         """The config that `str` wrote; ValueError for any other text."""
         pattern = r"m(\d+)\.n(\d+)\.k(\d+)\.s(\d+)\.w(\d+)\.p(\d+)(\.swap)?(\.tma)?"
-        match = re.fullmatch(pattern, text)
-        if match is None:
-            raise ValueError(
-                f"no config of triton.scaled_mma: {text!r}; wanted such as 'm16.n64.k128.s4.w4.p4'"
-            )
+        match = matched(pattern, text, "m16.n64.k128.s4.w4.p4", "triton.scaled_mma")
         bm, bn, bk, split, warps, stages = map(int, match.groups()[:6])
         return Config(bm, bn, bk, split, warps, stages, bool(match[7]), bool(match[8]))
 

@@ -7,11 +7,11 @@ Where few programs would have all of K they have parts of it, and a third launch
 
 import dataclasses
 import functools
-import re
 from types import ModuleType
 
 import torch
 
+from qinductor.kernels.configs import matched
 from qinductor.kernels.triton_device import capability, has_triton, shared_memory
 
 MANY = 1 << 62
@@ -44,9 +44,8 @@ class Config:
     @functools.cache
     def parse(text: str) -> "Config":
         """The config that `str` wrote; ValueError for any other text."""
-        match = re.fullmatch(r"m(\d+)\.n(\d+)\.k(\d+)\.s(\d+)\.w(\d+)\.p(\d+)\.l(\d+)", text)
-        if match is None:
-            raise ValueError(f"no config: {text!r}; wanted such as 'm16.n128.k256.s1.w4.p4.l16'")
+        pattern = r"m(\d+)\.n(\d+)\.k(\d+)\.s(\d+)\.w(\d+)\.p(\d+)\.l(\d+)"
+        match = matched(pattern, text, "m16.n128.k256.s1.w4.p4.l16")
         return Config(*map(int, match.groups()))
 
     def shared(self) -> int:
