@@ -17,6 +17,7 @@ from qinductor.kernels.dequant_matmul_triton_form import (
 )
 from qinductor.op import Spec
 
+ROUNDED = ("scale", "zero", "outer")  # what packing may round
 HELD_IN_FP32 = (torch.bfloat16, torch.float16, *FLOAT_CODES.values())
 
 
@@ -26,23 +27,17 @@ class Fragments(Packed):
     name = "fragments"
 
     def operands(self, contract: DequantMatmul) -> dict[str, Spec]:
-        w, found = contract.weight, super().operands(contract)
-        for name, shape, dtype in (
-            ("scale", w.grid, w.scale),
-            ("zero", w.grid, w.zero),
-            ("outer", (w.n,), w.outer),
-        ):
-            if dtype is not None and not self._keeps(contract, name, dtype):
+        found, plain = super().operands(contract), DEQUANT_MATMUL.specification.operands(contract)
+        for name in ROUNDED:
+            if name in plain and not self._keeps(contract, name, plain[name][1]):
                 del found[f"fragments_{name}"]
-                found[name] = shape, dtype
+                found[name] = plain[name]
         return found
 
     def pack(self, contract: DequantMatmul, source: Operands) -> dict[str, torch.Tensor]:
-        w, found = source.weight, super().pack(contract, source)
-        for name, tensor in (("scale", w.scale), ("zero", w.zero), ("outer", w.outer)):
-            if tensor is not None:
-                found[name] = tensor.contiguous()
-        return {name: found[name] for name in self.operands(contract)}
+        found, names = super().pack(contract, source), self.operands(contract)
+        found |= {n: getattr(source.weight, n).contiguous() for n in ROUNDED if n in names}
+        return {name: found[name] for name in names}
 
     def whole(self, contract: DequantMatmul, packed: Sequence[torch.Tensor]) -> Operands:
         """The proved weight back from its packed tensors."""
