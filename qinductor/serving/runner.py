@@ -25,7 +25,7 @@ from qinductor.serving.families import Family, Sizes
 from qinductor.serving.signature import Signature, left_to_inductor
 
 BY_ADDRESS = ("weight", "static", "written")
-FITS = 4096  # sizes of calls of which a graph remembers where they fit
+FITS = 4096  # calls of which a graph remembers where they fit
 Key = tuple[Sizes, tuple[int, ...]]
 accounts: "weakref.WeakSet[Account]" = weakref.WeakSet()  # of all that was warmed up
 
@@ -124,6 +124,8 @@ class Runner:
             sizes, places = self.key(arguments)
             entry = self.entries.get((sizes, places))
             if entry is not None and known is not None:
+                if len(self._known) >= FITS:  # tensors that are made anew at one address, say
+                    self._known.clear()
                 self._known[known] = entry
         if entry is None:
             entry, size, reason = self._padded(sizes, places, arguments)
