@@ -11,7 +11,7 @@ from triton_cases import CUBLAS, MMA, STACKED, TAKEN
 from qinductor.contracts import dequantize, difference
 from qinductor.errors import Refused
 from qinductor.kernels import fragments
-from qinductor.kernels.dequant_matmul import CASES, DEQUANT_MATMUL, case
+from qinductor.kernels.dequant_matmul import CASES, DEQUANT_MATMUL, NVFP4, case
 from qinductor.kernels.dequant_matmul_triton import (
     SHARED,
     Config,
@@ -98,6 +98,20 @@ def test_memory_of_a_weight_that_was_replaced(made):
     kept = sum(nbytes(plan.packs(DEQUANT_MATMUL, made.contract)).values())
     quantised = sum(nbytes(DEQUANT_MATMUL.specification.operands(made.contract)).values())
     assert kept <= 1.05 * quantised, f"{kept / quantised:.3f} times"
+
+
+@pytest.mark.parametrize(
+    ("made", "times"),
+    [(case("float4_e2m1fn", 1, 4096, 4096, 1, 16, arithmetic="q*s*t", **NVFP4), 1.34),
+     (case("float4_e2m1fn", 1, 4096, 4096, 1, 32, scale=torch.float8_e8m0fnu), 1.12)],
+    ids=["NVFP4", "MXFP4"],
+)  # fmt: skip
+def test_memory_where_scales_of_8_bits_become_wider(made, times):
+    """As the README says."""
+    plan = Plan(((INFINITE, "triton.mma"),), whole=True)
+    kept = sum(nbytes(plan.packs(DEQUANT_MATMUL, made.contract)).values())
+    quantised = sum(nbytes(DEQUANT_MATMUL.specification.operands(made.contract)).values())
+    assert times - 0.02 < kept / quantised <= times
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
