@@ -25,6 +25,7 @@ import torch
 
 from qinductor.contracts import parse
 from qinductor.kernels.dequant_matmul import DEQUANT_MATMUL, NVFP4, DequantMatmul, case
+from qinductor.kernels.sgl_moe_rows import grouped_by, rows_of
 from qinductor.op import LIBRARY, Plan, Route, single
 
 for schema in (
@@ -63,18 +64,15 @@ def dequant_gathered_bmm(
     Only experts that are chosen are read. Errors: IndexError for an id out of range, on a CPU."""
     form, _, _ = _prepared(contract, plan)
     batches, m, k = x.shape
-    out = x.new_empty((batches, m, form.weight.n), dtype=form.out)
-    if not out.numel():
-        return out
+    if not batches * m:
+        return x.new_empty((batches, m, form.weight.n), dtype=form.out)
     if x.is_cpu and not -form.experts <= int(ids.min()) <= int(ids.max()) < form.experts:
         raise IndexError(f"ids must be from {-form.experts} to {form.experts - 1}; got {ids}")
-    ids = torch.where(ids < 0, ids + form.experts, ids).repeat_interleave(m)
-    ids, order = ids.sort(stable=True)
-    experts = torch.arange(form.experts, dtype=ids.dtype, device=ids.device)
-    offsets = torch.searchsorted(ids, experts, right=True, out_int32=True)
-    rows = dequant_grouped_matmul(x.reshape(-1, k)[order], offsets, packed, contract, plan)
-    out.view(-1, form.weight.n)[order] = rows
-    return out
+    ids = ids.remainder(form.experts).to(torch.int32)
+    ends, entries, slots = grouped_by(ids if m == 1 else ids.repeat_interleave(m), form.experts)
+    rows = rows_of(x.reshape(-1, k).contiguous(), entries)
+    rows = dequant_grouped_matmul(rows, ends, packed, contract, plan)
+    return rows_of(rows, slots).view(batches, m, form.weight.n)
 
 
 @torch.library.impl(LIBRARY, "dequant_grouped_matmul", "CompositeExplicitAutograd")

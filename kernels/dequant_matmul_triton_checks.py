@@ -13,6 +13,7 @@ from qinductor.kernels.dequant_matmul_triton import (
     Config,
     heuristic,
     registers,
+    scaled_late,
     written_by,
 )
 from qinductor.kernels.dequant_matmul_triton_form import device_form
@@ -83,7 +84,8 @@ def held(
 ) -> None:
     """Compiles one kernel for sm_<target>; RuntimeError if its code is not as it should be."""
     made = build(kernel, contract, target, config, grouped)
-    found = faults(made, target) if kernel == "product" else spilled(made, target)
+    late = kernel == "product" and _late(contract, _chosen(contract, config))
+    found = faults(made, target, late) if kernel == "product" else spilled(made, target)
     if found:
         raise RuntimeError(f"{kernel} {config} of {contract.summary}, sm_{target}: {found}")
 
@@ -99,7 +101,7 @@ def build(
     """A kernel as the launch has it compiled, for aligned operands of multiples of 16."""
     from qinductor.kernels import dequant_matmul_triton_kernels as kernels
 
-    chosen = Config.parse(config) if config else heuristic(contract, 16)
+    chosen = _chosen(contract, config)
     packed, x = MMA().operands(contract), TYPES[contract.x]
     types = {name: TYPES[packed[name][1]] for name in packed if packed[name][1] in TYPES}
     arguments = {
@@ -119,8 +121,9 @@ def build(
         arguments["out_ptr"] = "*fp32"
     columns, written = written_by(contract)
     bk = chosen.bk if kernel == "product" else columns
+    late = kernel == "product" and _late(contract, chosen)
     constants = {
-        "F": device_form(contract), "ASM": asm, "PDL": target >= 90, "PARTS": parts, "BK": bk,
+        "F": device_form(contract, late), "ASM": asm, "PDL": target >= 90, "PARTS": parts, "BK": bk,
         "BM": chosen.bm, "BN": chosen.bn if kernel == "product" else 64, "B": 256,
         "STAGES": chosen.stages, "EVEN_K": True, "E": 8 if grouped else 0, "EP": 16 * grouped,
     }  # fmt: skip
@@ -133,19 +136,27 @@ def build(
     return compiled(function, arguments, taken, target, **options)
 
 
-def spilled(made: Compiled, target: int) -> str:
-    """What is wrong with the memory of a program, and with products and sums of fp32; empty if
-    nothing is."""
+def _chosen(contract: DequantMatmul, config: str) -> Config:
+    return Config.parse(config) if config else heuristic(contract, 16)
+
+
+def _late(contract: DequantMatmul, config: Config) -> bool:
+    return scaled_late(contract, config.bm, config.bk)
+
+
+def spilled(made: Compiled, target: int, late: bool = False) -> str:
+    """What is wrong with the memory of a program, and with products and sums of fp32, if these are
+    not scaled sums; empty if nothing is."""
     found = [f"{made.spills} bytes spill"] if made.spills else []
     if made.shared > (most := 163 << 10 if target < 90 else 227 << 10):
         found.append(f"{made.shared} bytes of shared memory of {most}")
-    if re.search(r"\bfma\.rn\.f32\b", made.ptx):
+    if not late and re.search(r"\bfma\.rn\.f32\b", made.ptx):
         found.append("a product and a sum are rounded once")
     return "; ".join(found)
 
 
-def faults(made: Compiled, target: int) -> str:
-    """What is wrong with a product; empty if nothing is.
+def faults(made: Compiled, target: int, late: bool = False) -> str:
+    """What is wrong with a product, whose sums or whose W are scaled; empty if nothing is.
 
     A product whose left operand is in registers must be over before they are written again, for
     which Triton (3.6 to 3.9) does not wait; the next tiles must be on their way meanwhile; and W
@@ -154,7 +165,7 @@ def faults(made: Compiled, target: int) -> str:
     """
     import triton
 
-    found = [spilled(made, target)]
+    found = [spilled(made, target, late)]
     steps = made.ttgir[made.ttgir.index("scf.for") : made.ttgir.rindex("scf.yield")]
     if any(int(count) for count in re.findall(r"pendings = (\d+)", steps)):
         found.append("a product may still run when its operand is overwritten")

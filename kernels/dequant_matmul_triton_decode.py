@@ -28,6 +28,24 @@ def _pieces(width, over):
 
 
 @triton.constexpr_function
+def _moved(shift):
+    """PTX: sign and magnitude of the four e2m1 floats in each of two int16, the magnitude as far
+    up as `shift` says."""
+    lines = [
+        f"sh{'l' if up >= 0 else 'r'}.b32 x, $4, {abs(up)}; and.b32 x, x, {7 * 0x10001 << shift}; "
+        f"shl.b32 y, $4, {12 - 4 * j}; lop3.b32 ${j}, y, 0x80008000, x, 0xEA;"
+        for j, up in enumerate(shift - 4 * j for j in range(4))
+    ]
+    return "{ .reg .b32 x, y; " + " ".join(lines) + " }"
+
+
+@triton.constexpr_function
+def _shift(form):
+    """Bits that a mantissa of one bit has below it in the float that a code becomes."""
+    return 6 if form.number == tl.bfloat16 else 9
+
+
+@triton.constexpr_function
 def _outputs(count):
     return "=r," * count + "r"
 
@@ -57,10 +75,10 @@ def _joined8(a, b, c, d, e, f, g, h):
 @triton.jit
 def _field(
     q, WIDTH: tl.constexpr, OVER: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
-    ASM: tl.constexpr,
+    ASM: tl.constexpr, MOVED: tl.constexpr = 0,
 ):  # fmt: skip
-    """int16[64 R, C * 256 / WIDTH] of fields under the bits OVER, from int16[R, C * 1024] as
-    `fragments` packs it."""
+    """int16[64 R, C * 256 / WIDTH] of fields under the bits OVER, or of e2m1 floats whose bits are
+    MOVED, from int16[R, C * 1024] as `fragments` packs it."""
     # rows / 64, tiles of columns, warp, row g, pair of columns t, four words i, which of the pair
     q = q.reshape(R, C, 4, 8, 4, 4, 2)
     if WIDTH == 8:
@@ -74,9 +92,8 @@ def _field(
         w = w.permute(0, 2, 8, 3, 1, 5, 6, 4, 7)
     elif WIDTH == 4:
         if ASM:
-            a, b, c, d = tl.inline_asm_elementwise(
-                _pieces(4, OVER), _outputs(4), [q], (tl.int16,) * 4, True, 2
-            )
+            TEXT: tl.constexpr = _moved(MOVED) if MOVED > 0 else _pieces(4, OVER)
+            a, b, c, d = tl.inline_asm_elementwise(TEXT, _outputs(4), [q], (tl.int16,) * 4, True, 2)
         else:
             a, b, c, d = q & 15, (q >> 4) & 15, (q >> 8) & 15, (q >> 12) & 15
         w = _joined4(a, b, c, d).permute(0, 2, 8, 3, 1, 5, 7, 4, 6)
@@ -211,7 +228,7 @@ def _value(code, table_ptr, F: tl.constexpr, ASM: tl.constexpr):
         elif F.kind == "byte":
             out = _asm1(code, _BYTE_BF16, T) if ASM else code.to(tl.float32).to(T)
         elif F.kind == "e2m1":
-            out = _float(code, 1, 4, T, ASM)
+            out = code.to(T, bitcast=True) if ASM else _float(code, 1, 4, T, ASM)
         elif F.kind == "e4m3":
             out = _float(code, 3, 8, T, ASM)
         else:
@@ -248,7 +265,8 @@ def weight(
 ):  # fmt: skip
     """W[64 R, BK] in F.x: from words of each field, scales and zeros [64 R, groups], row scales."""
     OVER: tl.constexpr = _over(F)
-    code = _field(q0, F.w0, 0 if F.w1 > 0 else OVER, R, BK * F.w0 // 256, ASM)
+    MOVED: tl.constexpr = _shift(F) if F.kind == "e2m1" else 0
+    code = _field(q0, F.w0, 0 if F.w1 > 0 else OVER, R, BK * F.w0 // 256, ASM, MOVED)
     if F.w1 > 0:
         part = _field(q1, F.w1, 0 if F.w2 > 0 else OVER, R, BK * F.w1 // 256, ASM)
         code = _with(code, part, F.w1, ASM)

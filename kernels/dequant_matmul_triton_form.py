@@ -43,7 +43,8 @@ class Form(Hashed):
     kind           how a code becomes a number, and `factor`, `addend`: `_value` in the device code
     number         dtype of that number, exact in it
     head ... tail  the arithmetic: "q-z" or "", then one step each, such as "*s"
-    inner          dtype of q - z, `zeros` that in which zeros are packed
+    inner          dtype of q - z; `scales`, `zeros` those in which scales and zeros are packed
+    late           whether the sums of a group are scaled, W is not
     scale, zero, outer   whether there are such
     entries        of the table of each expert
     group          columns that share a scale, a power of two; 0 where a whole row does
@@ -62,6 +63,7 @@ class Form(Hashed):
     tail: str
     inner: Any
     compute: Any
+    scales: Any
     zeros: Any
     scale: bool
     zero: bool
@@ -71,6 +73,7 @@ class Form(Hashed):
     x: Any
     output_scale: bool
     bias: bool
+    late: bool
 
     __hash__ = Hashed.__hash__  # it is hashed at every launch
 
@@ -130,9 +133,18 @@ def zeros(contract: DequantMatmul) -> torch.dtype:
     return form.inner if centred(form) else form.compute
 
 
+def may_be_late(contract: DequantMatmul, columns: int) -> bool:
+    """Whether so many columns of W share one scale, which may multiply their sums instead: W is
+    not rounded then, and q itself is a number of x's dtype that no product of it overflows."""
+    w = contract.weight
+    alone = _steps(w)[1:] == ("*s", "", "") and contract.x is torch.bfloat16
+    exact = w.table in (None, contract.x) and not (centred(w) and not whole_zero(w))
+    return alone and exact and (not group(w) or group(w) % columns == 0)
+
+
 @functools.cache
-def device_form(contract: DequantMatmul) -> Form:
-    """The constants of the kernels for this contract."""
+def device_form(contract: DequantMatmul, late: bool = False) -> Form:
+    """The constants of the kernels for this contract; `late`, as `may_be_late` allows."""
     import triton.language as tl
 
     named = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -148,12 +160,15 @@ def device_form(contract: DequantMatmul) -> Form:
         kind = "magic" if magic(contract) else "byte"
         addend = 0.0 if whole_zero(w) else -float(offset(contract))
     w0, w1, w2 = (*widths(w), 0, 0)[:3]
+    scales, compute = named[w.compute], named[contract.x if late else w.compute]
+    step1 = "" if late else step1
     return Form(
         w0, w1, w2, kind, factor, addend, named[value],
         "q-z" if centred(w) else "", step1, step2, tail,
-        named[zeros(contract) if centred(w) else w.compute], named[w.compute],
+        named[zeros(contract) if centred(w) else w.compute], compute, scales,
         named[zeros(contract)], w.scale is not None, w.zero is not None, w.outer is not None,
         1 << w.bits, group(w), named[contract.x], contract.output_scale is not None, contract.bias,
+        late,
     )  # fmt: skip
 
 

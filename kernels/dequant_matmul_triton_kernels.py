@@ -40,7 +40,8 @@ def _columns(
     q0_ptr, q1_ptr, q2_ptr, s_ptr, z_ptr, s, z, t, table_ptr, expert, row, k, N64, KP,
     F: tl.constexpr, R: tl.constexpr, BK: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """W[row : row + 64 R, k : k + BK]; s and z are what a whole row shares, if it does."""
+    """(W[row : row + 64 R, k : k + BK], its scales); s and z are what a whole row shares, if it
+    does."""
     q0 = _words(q0_ptr, expert, row, k, F.w0, N64, KP, R, BK)
     q1, q2 = q0, q0
     if F.w1 > 0:
@@ -51,20 +52,20 @@ def _columns(
         NG: tl.constexpr = groups_in(F, BK)
         groups = tl.cdiv(KP, F.group)
         if F.scale:
-            s = _grid(s_ptr, expert, row, k // F.group, groups, N64 * 64, R * 64, NG, F.compute)
+            s = _grid(s_ptr, expert, row, k // F.group, groups, N64 * 64, R * 64, NG, F.scales)
         if F.zero:
             z = _grid(z_ptr, expert, row, k // F.group, groups, N64 * 64, R * 64, NG, F.zeros)
-    return weight(q0, q1, q2, s, z, t, table_ptr + expert * F.entries, F, R, BK, ASM)
+    return weight(q0, q1, q2, s, z, t, table_ptr + expert * F.entries, F, R, BK, ASM), s
 
 
 @triton.jit
 def _rows(s_ptr, z_ptr, t_ptr, expert, row, N64, F: tl.constexpr, BN: tl.constexpr):
     """(s, z [BN, 1], t [BN]) of whole rows; zeros where there are none."""
-    s = tl.zeros((BN, 1), F.compute)
+    s = tl.zeros((BN, 1), F.scales)
     z = tl.zeros((BN, 1), F.compute)
     t = tl.zeros((BN,), F.compute)
     if F.scale and F.group == 0:
-        s = _grid(s_ptr, expert, row, 0, 1, N64 * 64, BN, 1, F.compute)
+        s = _grid(s_ptr, expert, row, 0, 1, N64 * 64, BN, 1, F.scales)
     if F.zero and F.group == 0:
         z = _grid(z_ptr, expert, row, 0, 1, N64 * 64, BN, 1, F.zeros)
     if F.outer:
@@ -116,6 +117,7 @@ def _tile(
     scale_ptr, bias_ptr, out_ptr = pointers[8:]
     x_stride, rows, N, K, N64, KP = sizes
     R: tl.constexpr = BN // 64
+    LATE: tl.constexpr = F.late and F.group > 0
     m = first + tl.arange(0, BM)
     x_rows = x_ptr + (base + m).to(tl.int64)[:, None] * x_stride
     s, z, t = _rows(s_ptr, z_ptr, t_ptr, expert, row, N64, F, BN)
@@ -129,15 +131,18 @@ def _tile(
         if not EVEN_K:
             mask = mask & (columns[None, :] < K)
         x = tl.load(x_rows + columns[None, :], mask=mask, other=0.0)
-        w = _columns(
+        w, scale = _columns(
             q0_ptr, q1_ptr, q2_ptr, s_ptr, z_ptr, s, z, t, table_ptr, expert, row, k, N64, KP,
             F, R, BK, ASM,
         )  # fmt: skip
-        acc = tl.dot(w, x.trans(1, 0), acc)
+        sums = tl.dot(w, x.trans(1, 0), None if LATE else acc)
         if ASM:
             # A use of the sums here makes Triton wait for the product before W's registers are
             # written again; it would not (3.6 to 3.9), and then results are wrong now and then.
-            acc = tl.inline_asm_elementwise("", "=r,0", [acc], tl.float32, True, 1)
+            sums = tl.inline_asm_elementwise("", "=r,0", [sums], tl.float32, True, 1)
+        acc = tl.fma(sums, tl.broadcast_to(scale.to(tl.float32), (BN, BM)), acc) if LATE else sums
+    if F.late and F.group == 0:
+        acc = acc * s.to(tl.float32)
     n = row + tl.arange(0, BN)
     mask = (m < end)[None, :] & (n < N)[:, None]
     at = (base + m).to(tl.int64)[None, :] * N + n[:, None]
@@ -244,7 +249,7 @@ def dequantise(
     k, start = tl.program_id(0) * BK, tl.program_id(1) * BN
     row, expert = first + start, tl.program_id(2)
     s, z, t = _rows(s_ptr, z_ptr, t_ptr, expert, row, N64, F, BN)
-    w = _columns(
+    w, s = _columns(
         q0_ptr, q1_ptr, q2_ptr, s_ptr, z_ptr, s, z, t, table_ptr, expert, row, k, N64, KP,
         F, BN // 64, BK, ASM,
     )  # fmt: skip

@@ -125,7 +125,7 @@ def product_configs(n: int, k: int, dot: bool, m: int) -> tuple[str, ...]:
             if split <= steps and -(-n // bn) * split <= 4 * PROGRAMS and each <= 16:
                 made = Config(bn, bk, -(-steps // each), warps)
                 late = [dataclasses.replace(made, ahead=False)] * (split == 1 and bn < 4)
-                single += [made, *late]
+                single += [*late, made]
         if steps > 16:  # unrolled, these would be many
             single += [Config(bn, bk, min(PARTS, -(-steps // 16)), warps)]
     found = [*single, *found] if m <= 4 or not dot else [*found, *single]

@@ -142,6 +142,25 @@ def run_data(
         )  # fmt: skip
 
 
+def grouped_by(ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(where the slots of each expert end [E], the entry in each slot, the slot of each entry), of
+    int32 ids [entries] from 0 to E - 1; nothing waits for the device."""
+    sizes = [experts + 1, 3 * experts, 3 * experts, len(ids), len(ids)]
+    offsets, first, second, entries, slots = ids.new_empty(sum(sizes)).split(sizes)
+    results = offsets, first.view(-1, 3), second.view(-1, 3), entries, slots
+    (run_data if ids.is_cuda and has_triton() else data)(ids[:, None], results, experts, 0, 0)
+    return offsets[1:], entries, slots
+
+
+def rows_of(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """x[rows] of x [T, C], rows contiguous, and int32 rows, all there."""
+    if not (x.is_cuda and has_triton()) or not x.shape[1]:
+        return x[rows.long()]
+    out = x.new_empty((len(rows), x.shape[1]))
+    run_shuffle(x, rows, out)
+    return out
+
+
 def data(ids: torch.Tensor, results: Results, experts: int, n: int, k: int) -> None:
     """`get_cutlass_w4a8_moe_mm_data` by torch, without waiting for a device."""
     offsets, first, second, inputs, outputs = results

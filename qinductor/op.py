@@ -42,9 +42,9 @@ class Provider(Protocol):
                                  there is none
     configs(contract, m) -> Sequence[str]
                                  what it can be told beside the contract (tile sizes, say), worth
-                                 measuring at m rows; its own choice first, never empty. A text has
-                                 no blank, comma, colon or @. The packed tensors are those of every
-                                 config. `run` then takes one more argument, `config`
+                                 measuring at m rows, its own choice first; none where `run` is to
+                                 choose. A text has no blank, comma, colon or @. The packed tensors
+                                 are those of every config. `run` takes one more argument, `config`
     batched, grouped             `run` for all experts at once, of stacked packed tensors:
                                  `dequant_matmul_experts` calls them
     """
@@ -171,7 +171,7 @@ def routes_of(provider: Provider, contract: Any, m: int) -> Sequence[str]:
     found: Callable[..., Sequence[str]] | None = getattr(provider, "configs", None)
     if found is None:
         return (provider.name,)
-    return [f"{provider.name}@{config}" for config in found(contract, m)]
+    return [f"{provider.name}@{config}" for config in found(contract, m)] or (provider.name,)
 
 
 def single(contract: Any) -> tuple[Any, int]:

@@ -190,13 +190,12 @@ def test_few_rows_get_small_tiles_and_parts_fill_the_device():
 
 
 def test_experts_fill_the_device_without_parts():
-    """Sums of parts of all experts' rows would be written and read again for nothing."""
+    """Sums of parts of all experts' rows would be written and read again for nothing. Tiles hold
+    twice the mean: one with more rows than a tile has its codes taken apart twice."""
     contract = case("int4", 1, 4096, 7168, 1, 128).contract
-    for rows in (32, 256, 1024, 4096):
-        x, ends = torch.empty(rows, 7168), torch.empty(32)
-        assert of_groups(contract, x, ends) == heuristic(contract, rows // 32, 32)
-        assert heuristic(contract, rows // 32, 32).split == 1
-        assert heuristic(contract, rows // 32, 32).bn == 128
+    for rows, bm in ((32, 16), (256, 16), (512, 32), (1024, 64), (4096, 128)):
+        config = of_groups(contract, torch.empty(rows, 7168), ends := torch.empty(32))
+        assert (config.bm, config.bn, config.split) == (bm, 128, 1)
     few = of_groups(contract, torch.empty(2, 7168), ends)  # of two experts
     assert few == heuristic(contract, 1, 2) and few.split > 1
 

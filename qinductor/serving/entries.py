@@ -17,6 +17,7 @@ from qinductor.weights import CHECK_EVERY, Resolver
 
 OWN = -1  # an output in memory of the recording, which is copied
 VIEW = -2  # an output that is a view of an input
+CHUNK = 1 << 16  # elements that one block of `_foreach_copy_` copies
 LOOK = 997  # replays between two looks at the fingerprints of weights
 
 
@@ -78,8 +79,7 @@ class Entry:
                 else:
                     into.append(distinct(held.buffer))
                     given.append(distinct(value))
-            if into:
-                torch._foreach_copy_(into, given)
+            copy(into, given)
             self.noisy = any(noisy)
             self.recording.replay()
             written = [arguments[i] for i in self.written if not arguments[i].is_inference()]
@@ -138,6 +138,16 @@ def chosen(run: Any, arguments: Sequence[Any]) -> Choice:
 def run_chosen(run: Any, choice: Choice, arguments: Sequence[Any]) -> Any:
     """The outputs of what was chosen."""
     return run.called(choice, arguments) if isinstance(run, Compiled) else choice[0](*arguments)
+
+
+def copy(into: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> None:
+    """Copies tensors: small ones in one launch, a large one on all of the device."""
+    large = [i for i, held in enumerate(into) if held.numel() > CHUNK]
+    for i in large:
+        into[i].copy_(given[i])
+    if len(large) < len(into):
+        small = [i for i in range(len(into)) if i not in large]
+        torch._foreach_copy_([into[i] for i in small], [given[i] for i in small])
 
 
 def copies(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
