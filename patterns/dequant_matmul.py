@@ -136,7 +136,8 @@ class DequantMatmulPattern:
             raise
 
     def _is_site(self, node: Node, scope: Scope) -> bool:
-        return node.target in ANCHORS and any(is_quantized(side, scope) for side in sides(node))
+        known = node.target in ANCHORS and node.users
+        return bool(known) and any(is_quantized(side, scope) for side in sides(node))
 
 
 def _proved(node: Node, scope: Scope) -> Proved:

@@ -4,8 +4,9 @@
                     dequantise -> bmm   ->           dequantise -> [ids] -> bmm
     scale -> [ids] /                         scale /
 
-Every operator in between must compute each entry of the first axis on its own. Then they may run on
-the whole stack, which is constant; where the product is not lowered, that is undone.
+Every operator in between must compute each entry of the first axis, or of as many as ids have, on
+its own. Then they may run on the whole stack, which is constant; where the product is not lowered,
+that is undone.
 """
 
 from collections.abc import Callable
@@ -16,11 +17,14 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from qinductor.patterns.gathers import BATCHED, COPIES, ids_of
-from qinductor.patterns.inserted import OURS, before
+from qinductor.patterns.inserted import BEFORE, INSTEAD, OURS, before
 from qinductor.regions import CASTS, VIEWS, Scope, aten, behind
 
 OF_AXIS = {aten.slice.Tensor, aten.select.int, aten.squeeze.dim, aten.unsqueeze.default}  # args[1]
-BEFORE = "qinductor chosen first"
+MOVES = VIEWS | COPIES | {
+    aten.permute.default, aten.transpose.int, aten.unsqueeze.default, aten.squeeze.dim,
+    aten.squeeze.dims, aten.expand.default,
+}  # fmt: skip
 JOINS = {aten.cat.default, aten.stack.default}
 
 
@@ -35,21 +39,28 @@ def choose_last(graph: Graph, scope: Scope, is_quantized: Callable[[Node], bool]
 def _chosen_last(
     node: Node, place: int, scope: Scope, is_quantized: Callable[[Node], bool]
 ) -> None:
-    side: Any = node.args[place]
+    operand: Any = node.args[place]
+    side, moves = operand, list[Node]()
     order, varying = behind(side, scope)
     varying = [n for n in varying if isinstance(n.meta.get("val"), torch.Tensor)]  # else a size
-    choices = [n for n in order if _ids(n) is not None]
+    choices = [n for n in order if ids_of(n) is not None]
     if not varying or not choices:
         return
-    ids = _ids(choices[-1])
+    ids = ids_of(choices[-1])
     assert ids is not None
+    if (rank := ids.meta["val"].dim()) > 1:  # `gathers` has the moves that mix these axes
+        while side not in choices and side.target in MOVES:
+            moves.append(side)
+            side = _moved(side)
+        order = behind(side, scope)[0]
     own = set(behind(ids, scope)[0])
-    choices = [n for n in choices if n not in own and _ids(n) is ids and _is_constant(n, scope)]
+    choices = [n for n in choices if n not in own and ids_of(n) is ids and _is_constant(n, scope)]
     after = _after(choices, order, own)
     if not choices or side not in after or side in choices or set(varying) - own:
         return
-    put, made = before(node, side), dict[Node, Any]()
-    steps = [_step(n, set(choices) | set(after)) for n in after]
+    first = moves[-1] if moves else node
+    put, made = before(first, side), dict[Node, Any]()
+    steps = [_step(n, set(choices) | set(after), rank) for n in after]
     if not all(steps):
         return
     for choice in choices:
@@ -62,20 +73,29 @@ def _chosen_last(
     if is_quantized(made[side]):
         chosen = put(aten.index.Tensor, made[side], [ids])
         chosen.meta |= {OURS: True, BEFORE: side}
-        node.update_arg(place, chosen)
+        first.replace_input_with(side, chosen)
 
 
-def undo(node: Node) -> None:
-    """Gives a product the operands again that it had before `choose_last`."""
-    for i, side in enumerate(node.args):
-        if isinstance(side, Node) and BEFORE in side.meta:
-            node.update_arg(i, side.meta[BEFORE])
+def undo(node: Node) -> Node:
+    """A product of the operands again that it had before `choose_last`; it may be another node."""
+    if INSTEAD in node.meta:
+        whole, original = node.meta[INSTEAD]
+        whole.replace_all_uses_with(original)
+        node = original
+    for side in node.all_input_nodes:
+        reader = node
+        while BEFORE not in side.meta and side.target in MOVES:
+            reader, side = side, _moved(side)
+        if BEFORE in side.meta:
+            reader.replace_input_with(side, side.meta[BEFORE])
+            undo(reader)
+    return node
 
 
-def _ids(node: Node) -> Node | None:
-    """By what vector of whole numbers a node chooses along the first axis alone."""
-    ids = ids_of(node)
-    return ids if ids is not None and ids.meta["val"].dim() == 1 else None
+def _moved(node: Node) -> Node:
+    source = node.args[0]
+    assert isinstance(source, Node)
+    return source
 
 
 def _is_constant(choice: Node, scope: Scope) -> bool:
@@ -93,51 +113,59 @@ def _after(choices: list[Node], order: list[Node], own: set[Node]) -> list[Node]
     return found
 
 
-def _step(node: Node, chosen: set[Node]) -> tuple[Any, ...] | None:
-    """The arguments of an operator for a stack of any size; None where entries of the first axis
-    are not computed each on its own."""
+def _step(node: Node, chosen: set[Node], rank: int) -> tuple[Any, ...] | None:
+    """The arguments of an operator for a stack of any size, whose first axis stands for so many as
+    what was chosen has; None where entries of these are not computed each on its own."""
     args: Any = node.args
     target, value = node.target, node.meta.get("val")
     if not isinstance(target, torch._ops.OpOverload) or not isinstance(value, torch.Tensor):
         return None
     inputs = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
     shapes = [(n.meta["val"].shape, n in chosen) for n in inputs]
-    if not value.dim() or any(varies and not len(shape) for shape, varies in shapes):
+    if value.dim() < rank or any(varies and len(shape) < rank for shape, varies in shapes):
         return None
-    first = args[0]
+    first, axes = args[0], len(shapes[0][0])
     if target in VIEWS:
-        kept = statically_known_true(shapes[0][0][0] == value.shape[0])
-        sizes = list(value.shape[1:])
-        return (first, [-1, *sizes]) if kept and _whole(sizes) else None
-    rank = len(shapes[0][0])
+        sizes = list(value.shape[rank:])
+        kept = _same_lead(shapes[0][0], value.shape, rank) and _whole(sizes)
+        return (first, [-1, *sizes]) if kept else None
     if target is aten.expand.default:
-        same = rank == value.dim() and statically_known_true(shapes[0][0][0] == value.shape[0])
-        return (first, [-1, *value.shape[1:]]) if same and _whole(value.shape[1:]) else None
+        sizes = list(value.shape[rank:])
+        same = axes == value.dim() and _same_lead(shapes[0][0], value.shape, rank)
+        return (first, [-1, *sizes]) if same and _whole(sizes) else None
     if target is aten.permute.default:
-        return args if args[1][0] % rank == 0 else None
+        order = [axis % axes for axis in args[1]]
+        kept = order[:rank] == list(range(rank))
+        return (first, [0, *(axis - rank + 1 for axis in order[rank:])]) if kept else None
     if target is aten.transpose.int:
-        return args if all(axis % rank for axis in args[1:3]) else None
-    if target in OF_AXIS:
-        axis = args[1] if len(args) > 1 else 0
-        return args if axis % (rank + (target is aten.unsqueeze.default)) else None
-    if target in JOINS:
-        axis = args[1] if len(args) > 1 else 0
-        every = all(varies for _, varies in shapes)
-        return args if every and axis % (rank + (target is aten.stack.default)) else None
+        turned = [axis % axes for axis in args[1:3]]
+        return (first, *(axis - axes for axis in turned)) if min(turned) >= rank else None
+    if target in OF_AXIS or target in JOINS:
+        every = target in OF_AXIS or all(varies for _, varies in shapes)
+        axes += target in (aten.unsqueeze.default, aten.stack.default)
+        axis = (args[1] if len(args) > 1 else 0) % axes
+        return (first, axis - axes, *args[2:]) if every and axis >= rank else None
     if target is aten.index.Tensor:  # entries of a table
-        table = first not in chosen and len(args[1]) == 1 and len(shapes[0][0]) == 1
-        return args if table else None
+        return args if first not in chosen and len(args[1]) == 1 and axes == 1 else None
     if target in CASTS | COPIES or torch.Tag.pointwise in target.tags:
-        return args if all(_alike(*of, value) for of in shapes) else None
+        return args if all(_alike(*of, value, rank) for of in shapes) else None
     return None
 
 
-def _alike(shape: torch.Size, varies: bool, value: torch.Tensor) -> bool:
+def _same_lead(shape: torch.Size, other: torch.Size, rank: int) -> bool:
+    """Whether the first axes of two shapes are of the same sizes."""
+    return all(
+        statically_known_true(a == b) for a, b in zip(shape[:rank], other[:rank], strict=True)
+    )
+
+
+def _alike(shape: torch.Size, varies: bool, value: torch.Tensor, rank: int) -> bool:
     """Whether an operand of a pointwise operator has the entries of the result along the first
-    axis, or the same for all."""
+    axes, or the same for all."""
     if varies:
-        return len(shape) == value.dim() and statically_known_true(shape[0] == value.shape[0])
-    return len(shape) < value.dim() or statically_known_true(shape[0] == 1)
+        return len(shape) == value.dim() and _same_lead(shape, value.shape, rank)
+    lead = len(shape) - value.dim() + rank  # the first axes become one
+    return lead <= 0 or (lead == 1 and statically_known_true(shape[0] == 1))
 
 
 def _whole(sizes: Any) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from qinductor.patterns.inserted import OURS, before
+from qinductor.patterns.inserted import BEFORE, INSTEAD, OURS, before
 from qinductor.regions import VIEWS, aten
 
 BATCHED = {aten.bmm.default: 0, aten.baddbmm.default: 1}  # place of the left operand
@@ -81,12 +81,13 @@ def gather_last(found: Gather) -> None:
         shape = stack.meta["val"].shape
         sizes = [shape[1 : 1 + len(groups[0])].numel(), shape[1 + len(groups[0]) :].numel()]
         stack = emit(aten.reshape.default, stack, [-1, *sizes])
+    args = list(_arguments(found.node))
     ids = found.ids if rank == 1 else emit(aten.reshape.default, found.ids, [-1])
     side = emit(aten.index.Tensor, stack, [ids])
+    side.meta[BEFORE] = args[found.place]
     if not found.several:
         found.node.update_arg(found.place, side)
         return
-    args = list(_arguments(found.node))
     other = 1 - found.place
     batch = _size(args[other], 0, emit)
     args[found.place], args[other] = side, _repeated(args[other], found, emit)
@@ -104,7 +105,7 @@ def gather_last(found: Gather) -> None:
     for made in (side, whole):
         made.meta.pop(OURS, None)
     found.node.replace_all_uses_with(whole)
-    found.node.graph.erase_node(found.node)
+    product.meta[INSTEAD] = whole, found.node
 
 
 def _repeated(other: Node, found: Gather, emit: Callable[..., Node]) -> Node:

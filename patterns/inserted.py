@@ -9,6 +9,8 @@ from torch.fx import Graph, Node
 from qinductor.regions import aten
 
 OURS = "qinductor inserted"
+BEFORE = "qinductor inserted for"  # the node that the graph had in its place
+INSTEAD = "qinductor instead of"  # of a product: (what is read in place of another, that one)
 Emit = Callable[..., Node]  # (target, arguments) -> a node
 
 

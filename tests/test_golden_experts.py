@@ -3,6 +3,7 @@
 EXPECTTEST_ACCEPT=1 python -m pytest tests/test_golden_experts.py   writes the texts anew.
 """
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -372,6 +373,62 @@ def test_codes_that_are_chosen_before_they_are_dequantised(product, dynamic):
         torch.testing.assert_close(ours, eager, rtol=0.02, atol=0.05)
         assert qinductor.last_report().lowered == 1
         assert f"{E} experts" in str(qinductor.last_report())
+
+
+def float8_of_tokens(m: Holder, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    w = m.codes[ids].to(BF16) * m.scale[ids][..., None]
+    return torch.einsum("teno,to->ten", w, x)
+
+
+def int4_of_tokens(m: Holder, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    q, scale = m.codes[ids], m.scale[ids]
+    codes = torch.stack((q & 15, q >> 4), -1).flatten(-2).to(torch.int8) - 8
+    w = (codes.to(BF16).unflatten(-1, (-1, 32)) * scale.unsqueeze(-1)).flatten(-2)
+    return (w @ x[:, None, :, None]).squeeze(-1)
+
+
+def table_of_tokens(m: Holder, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    q = m.codes[ids]
+    values = m.table[torch.cat((q & 15, q >> 4), -1).long()].unflatten(-1, (-1, 32))
+    w = (values * m.scale[ids].unsqueeze(-1)).flatten(-2).transpose(-1, -2)
+    return torch.matmul(x[:, None, None], w).squeeze(2)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("product", [float8_of_tokens, int4_of_tokens, table_of_tokens])
+def test_codes_that_are_chosen_by_ids_of_two_axes(product, dynamic):
+    torch._dynamo.reset()
+    holder = choosing(product, "float8" if product is float8_of_tokens else "int4")()
+    holder.register_buffer("table", Random(3).normal(16))
+    served = torch.compile(holder, backend="qinductor", dynamic=dynamic)
+    for tokens, k in ((5, 2), (3, 2)):
+        ids, x = torch.randint(0, E, (tokens, k)), Random(2).normal(tokens, K)
+        with torch.no_grad():
+            ours, eager = served(x, ids), holder(x, ids)
+        assert ours.stride() == eager.stride()
+        torch.testing.assert_close(ours, eager, rtol=0.02, atol=0.05)
+        assert qinductor.last_report().lowered == 1, qinductor.last_report()
+        assert f"{E} experts" in str(qinductor.last_report())
+
+
+def wide_of_tokens(m: Holder, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """In float64, which no operator takes."""
+    w = m.codes[ids].double() * m.scale[ids].double()[..., None]
+    return torch.einsum("teno,to->ten", w, x.double())
+
+
+def test_what_is_chosen_by_two_axes_and_not_lowered_is_as_it_was():
+    x, ids = Random(2).normal(5, K), torch.randint(0, E, (5, 2))
+    found = rewritten(choosing(wide_of_tokens, "float8"), x, ids)
+    (site,) = found.report.sites
+    assert not site.lowered and "it is fp64" in site.reason, found.report
+    lines = dict(line.strip().split(": ", 1) for line in found.after.splitlines() if ": " in line)
+    live = re.findall(r"%\d+", found.after.rsplit("output", 1)[1])
+    for name in live:
+        live += [n for n in re.findall(r"%\d+", lines.get(name, "")) if n not in live]
+    made = [lines[name] for name in live if name in lines]
+    assert any("aten.bmm" in line for line in made)
+    assert not any(line.startswith(f"float64[{E},") for line in made), found.after
 
 
 def wide(m: Holder, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
