@@ -196,6 +196,26 @@ def test_static_rows(rows, target):
     assert found(mixtral, x, w=weight(), target=target).normalised == "s+eps"
 
 
+def test_many_static_rows_without_a_bias():
+    """Of a search over so many logits some batteries are left out, never all."""
+
+    def router(x):
+        return torch.topk(torch.softmax(x, -1, dtype=torch.float32), 8)
+
+    assert found(router, torch.randn(4096, 256)).k == 8
+
+
+def test_a_bias_with_an_axis_before_its_own():
+    def router(m, x):
+        scores = torch.nn.functional.linear(x, m.w).sigmoid()
+        indices = (scores + m.b).topk(4)[1]
+        return scores.gather(1, indices), indices
+
+    same = found(router, tokens(), w=weight(), b=torch.zeros(N))
+    assert found(router, tokens(), w=weight(), b=torch.zeros(1, N)) == same
+    assert same.bias is torch.float32
+
+
 @pytest.mark.parametrize("target", ["cpu", "sm_90"])
 @pytest.mark.parametrize("shape", [(6,), (2, 3)])
 def test_symbolic_rows(shape, target):

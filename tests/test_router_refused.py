@@ -187,7 +187,7 @@ def two_vectors(m, x):
     return (gates * m.c).gather(1, indices), indices
 
 
-@case(ALONE, b=torch.zeros(1, N))
+@case(ALONE, b=torch.zeros(6, N))
 def bias_of_two_axes(m, x):
     return (torch.sigmoid(logits(m, x)) + m.b).topk(2)
 

@@ -194,7 +194,9 @@ def _ask(
     """
     rows = asked.function.rows(len(logits))
     given = logits if rows == len(logits) else logits.view(-1, rows, logits.shape[-1])
-    found = asked(name, [given], [] if bias is None else [bias])
+    shapes = [node.meta["val"].shape for node in asked.function.given]
+    beside = [] if bias is None else [bias.view(shapes[0])]
+    found = asked(name, [given], beside)
     indices, *weights = (out.reshape(len(logits), -1) for out in found)
     return Answers(logits, bias, indices, weights[at] if weights else None)
 

@@ -33,7 +33,7 @@ class Site:
     n, k      experts, and those that a token gets
     logits    what all is computed of, [..., n]
     order     the logits and all that is computed of them, in graph order
-    bias      a vector that is read beside them; None
+    bias      a vector, [n] or [1, n], that is read beside them; None
     indices   the experts of each token
     weights   the node through which all that is made of their scores goes; None where that is none
     """
@@ -206,11 +206,13 @@ def _biased(logits: Node, n: int) -> Node:
     return logits
 
 
-def _is_vector(node: Node, n: int) -> bool:
+def _is_vector(node: Node, n: int, more: int = 0) -> bool:
+    """Whether a node is a float vector [n], with up to so many axes of size 1 before its own."""
     value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor) or value.dim() != 1 or value.dtype not in FLOATS:
+    if not isinstance(value, torch.Tensor) or value.dtype not in FLOATS:
         return False
-    return fixed(value.shape[0]) == n
+    *ones, last = map(fixed, value.shape or (1,))
+    return value.dim() > 0 and last == n and len(ones) <= more and all(one == 1 for one in ones)
 
 
 def _computed(
@@ -330,16 +332,16 @@ def beyond(nodes: Collection[Node], inside: Collection[Node]) -> set[Node]:
 
 
 def _bias(order: Sequence[Node], n: int) -> Node | None:
-    """The one vector [n] that is read beside the logits; None if nothing is."""
+    """The one vector [n] or [1, n] that is read beside the logits; None if nothing is."""
     inside, found = set(order), set[Node]()
     beside = {m for node in order[1:] for m in node.all_input_nodes if m not in inside}
     for node in sorted(beside, key=str):
         if not is_tensor(node) or _is_made_of_numbers(node):
             continue
         source: Any = node
-        while not _is_vector(source, n) and source.target in MOVES:
+        while not _is_vector(source, n, 1) and source.target in MOVES:
             source = source.args[0]
-        if not _is_vector(source, n):
+        if not _is_vector(source, n, 1):
             raise Refused(
                 f"a router reads its logits and one bias [{n}] alone; this reads {source.name}, "
                 f"{describe(source)}"
