@@ -75,6 +75,12 @@ _NIBBLE_GROUPS = {
     MANY: [(128, 64, 128, 4, 4), (128, 128, 128, 8, 4), (128, 128, 128, 8, 3),
            (64, 128, 128, 8, 4)],
 }  # fmt: skip
+# Sums of slices of fewer than 128 columns.
+_SLICED_GROUPS = {
+    **_GROUPS,
+    64: [(64, 64, 128, 4, 4), (32, 128, 128, 4, 4), (32, 64, 128, 4, 4)],
+    MANY: [(128, 64, 128, 8, 4), (64, 64, 128, 4, 4), (128, 64, 128, 8, 3)],
+}
 FILLED = 2 * 132  # programs that an H200's multiprocessors want
 
 
@@ -171,7 +177,8 @@ def heuristic(contract: ScaledMatmul, m: int) -> Config:
 @functools.cache
 def of_groups(contract: ScaledMatmul, mean: int) -> tuple[Config, ...]:
     """Configs for rows sorted by expert, of which each has so many on average, best guess first."""
-    table = _NIBBLE_GROUPS if four(contract) else _GROUPS
+    table = _SLICED_GROUPS if 0 < slice_of(contract) < PROMOTED else _GROUPS
+    table = _NIBBLE_GROUPS if four(contract) else table
     found = next(tiles for limit, tiles in table.items() if mean <= limit)
     most = 128 if four(contract) and slice_of(contract) < 64 else 256
     return tuple(

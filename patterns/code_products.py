@@ -10,6 +10,7 @@ from torch.fx import Node
 
 from qinductor.contracts import FLOAT_CODES, QuantizedWeight, WeightFormat, short
 from qinductor.errors import Refused
+from qinductor.kernels.scaled_matmul import SCALED_MATMUL
 from qinductor.patterns.dequantised import Dequantised
 from qinductor.patterns.epilogues import Epilogue, Factor, known
 from qinductor.patterns.inserted import after
@@ -40,7 +41,7 @@ class Grid:
 class CodeProduct:
     """One product of codes.
 
-    a, weight  [M, K] and [K, N]
+    a, weight  [M, K] and [K, N]; of experts [E, M, K] or [T, K], and [E, K, N]
     start      its value, with the scales and the bias that the operator has taken itself
     group      elements along k that share a scale of a; 0: there is one; None: the epilogue tells
     grid       the scale of the weight; None: the epilogue tells
@@ -48,6 +49,9 @@ class CodeProduct:
     x          how the graph's own operand is made of `a`, where it does not multiply codes
     zero       zero points of a; None: there are none
     zeros      elements along k that share one; 0: there is one
+    operator   which takes the product
+    offsets    where each expert's rows end, of rows sorted by expert
+    choices    of rows of a, and of its scales, one after the other: the product is of those
     """
 
     a: Node
@@ -59,6 +63,20 @@ class CodeProduct:
     x: Dequantised | None = None
     zero: Node | None = None
     zeros: int = 0
+    operator: str = SCALED_MATMUL.name
+    offsets: Node | None = None
+    choices: tuple[Node, ...] = ()
+
+    @property
+    def experts(self) -> int:
+        """How many weights are stacked; 0: there is one."""
+        *stack, _, _ = self.weight.meta["val"].shape
+        return int(stack[0]) if stack else 0
+
+    @property
+    def axes(self) -> Axes:
+        """Those of the weight."""
+        return Axes(2, 1, 0) if self.experts else Axes(1, 0)
 
     @property
     def codes(self) -> torch.dtype:
@@ -76,14 +94,16 @@ class CodeProduct:
 
     @property
     def rows(self) -> int | None:
-        """M, unless it is symbolic."""
+        """M, unless it is symbolic, or that of each expert is known on the device alone."""
+        if self.experts:
+            return None
         m = self.start.source.meta["val"].shape[0]
         return m if isinstance(m, int) else None
 
     @property
     def sizes(self) -> tuple[int, int]:
         """(N, K). Refused if they are symbolic."""
-        k, n = self.weight.meta["val"].shape
+        k, n = self.weight.meta["val"].shape[-2:]
         if not isinstance(k, int) or not isinstance(n, int):
             raise Refused(f"the weight's sizes must be numbers; it is {describe(self.weight)}")
         return n, k

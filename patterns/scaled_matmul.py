@@ -27,6 +27,7 @@ from qinductor.errors import Refused
 from qinductor.kernels.scaled_matmul import SCALED_MATMUL, Operands, ScaledMatmul
 from qinductor.pattern import Lowering, Planner
 from qinductor.patterns import code_products, requantised
+from qinductor.patterns.code_experts import choose
 from qinductor.patterns.code_products import CODES, CodeProduct, Grid, check_codes, codes_of
 from qinductor.patterns.constants import check_constant, check_format
 from qinductor.patterns.epilogues import Epilogue, Roles, epilogues, known, prove, roles
@@ -67,16 +68,22 @@ class Parts:
 
     def read(
         self, tensors: Sequence[torch.Tensor], freed: Sequence[Any] | None = None
-    ) -> tuple[QuantizedWeight, tuple[int, int]]:
-        """(the weight that these leaves make, proved; evaluations on probes and of the whole).
-        `freed`: the operands of which it was proved to be one before its leaves were freed."""
+    ) -> tuple[list[QuantizedWeight], tuple[int, int]]:
+        """(the weights that these leaves make, proved, one for each expert if there are any;
+        evaluations on probes and of the whole). `freed`: the operands of which they were proved
+        to be some before their leaves were freed."""
         tensors = tensors[: len(self.weight.leaves)]
         if self.weight.dtype in CODES:
-            return codes_of(self.weight, tensors), (0, 1)
+            return [codes_of(self.weight, tensors)], (0, 1)
         if freed is not None:
-            return freed[0].weight, (0, 0)
-        (weight,), evaluations = WEIGHTS(self.weight, tensors)
-        return weight, evaluations
+            return [operands.weight for operands in freed], (0, 0)
+        return WEIGHTS(self.weight, tensors)
+
+    def all_operands(
+        self, weights: Sequence[QuantizedWeight], tensors: Sequence[torch.Tensor]
+    ) -> tuple[Operands, ...]:
+        """`operands` of each weight; of experts nothing but the weight is taken."""
+        return tuple(self.operands(weight, tensors) for weight in weights)
 
     def operands(self, weight: QuantizedWeight, tensors: Sequence[torch.Tensor]) -> Operands:
         """The operands for these leaves. Codes may be a leaf's own memory, scales never are: when
@@ -146,7 +153,7 @@ class ScaledMatmulPattern:
         of_codes = node.target in code_products.ANCHORS
         product = (code_products if of_codes else requantised).product_of(node, scope)
         check_codes(product)
-        weight = _region("weight", product.weight, Axes(1, 0), scope)
+        weight = _region("weight", product.weight, product.axes, scope)
         if product.grid is not None:
             check_constant("weight's scale", *behind(product.grid.node, scope), scope)
         epilogue, found = _scaling(product, scope)
@@ -160,36 +167,37 @@ class ScaledMatmulPattern:
         values = [scope.value(leaf) for region in parts.regions for leaf in region.leaves]
         freed = scope.known(weight)
         read_as, evaluations = parts.read(values, freed)
-        operands = parts.operands(read_as, values)
-        contract = _contract(product, epilogue, found, operands)
+        operands = parts.all_operands(read_as, values)
+        contract = _contract(product, epilogue, found, operands[0])
         if product.zeros and product.zeros != contract.group:
             raise Refused(f"x must have a zero point for each scale; {contract.summary}")
+        inputs = _inputs(product, found, contract)
         site = requantised.Site.of(product, epilogue, found, contract, self.near)
-        site.check(operands, read_as)
+        site.check_all(operands, read_as)
 
         def read(
             tensors: Sequence[torch.Tensor], freed: Sequence[Any] | None
         ) -> tuple[Operands, ...]:
             read_as, _ = parts.read(tensors, freed)
-            operands = parts.operands(read_as, tensors)
-            check_format(operands.weight, contract.weight)
-            site.check(operands, read_as)
-            return (operands,)
+            operands = parts.all_operands(read_as, tensors)
+            check_format(operands[0].weight, contract.weight)
+            site.check_all(operands, read_as)
+            return operands
 
         return Proved(
             product=node,
             value=epilogue.last,
-            inputs=tuple(filter(None, (product.cast(), found.activation.node, product.zero))),
+            inputs=inputs,
             regions=parts.regions,
             contract=contract,
-            operands=(operands,),
+            operands=operands,
             evaluations=evaluations,
             read=read,
             m=product.rows,
-            operator=SCALED_MATMUL.name + "_zero" * (contract.zero is not None),
+            operator=product.operator + "_zero" * (contract.zero is not None),
             text=site.text,
-            alone=freed is not None,
-            views=_views(product, epilogue, found, contract),
+            alone=freed is not None or product.experts > 0,
+            views=_views(product, epilogue, inputs, contract),
         )
 
 
@@ -200,6 +208,8 @@ def _scaling(product: CodeProduct, scope: Scope) -> tuple[Epilogue, Roles]:
         raise Refused(f"x must vary from call to call; {describe(product.a)} is constant")
     reasons = []
     each = [(e, following) for e, following in epilogues(product.start, scope) if not e.widens]
+    if product.experts:  # what follows is one for all of them
+        each = [(e, f) for e, f in each if len(e.factors) == e.inside and e.bias is None]
     for epilogue, following in reversed(each):
         found, out = roles(epilogue, behind_a), epilogue.last.meta["val"].dtype
         if found is None:
@@ -268,21 +278,35 @@ def _contract(
         bias=None if operands.bias is None else operands.bias.dtype,
         fast=product.fast,
         zero=None if product.zero is None else product.zero.meta["val"].dtype,
+        experts=product.experts,
     )
 
 
+def _inputs(product: CodeProduct, found: Roles, contract: ScaledMatmul) -> tuple[Node, ...]:
+    """What the operator takes: codes, scale, zero point, offsets."""
+    codes, scale, k = product.cast(), found.activation.node, contract.weight.k
+    if product.choices:
+        codes = choose(codes, [-1, k], product.choices)
+        if contract.group:
+            scale = choose(scale, [-1, -(-k // contract.group)], product.choices)
+    return tuple(filter(None, (codes, scale, product.zero, product.offsets)))
+
+
 def _views(
-    product: CodeProduct, epilogue: Epilogue, found: Roles, contract: ScaledMatmul
+    product: CodeProduct, epilogue: Epilogue, inputs: Sequence[Node], contract: ScaledMatmul
 ) -> tuple[Sequence[int | Node] | None, ...]:
     """How codes, scale and result are to be viewed."""
-    k = contract.weight.k
-    flat = product.a.meta["val"].dim() == 2 and known(product.a.meta["val"].shape[1], k)
-    same = epilogue.last.meta["val"].dim() == 2
-    scales = []
-    for node in filter(None, (found.activation.node, product.zero)):
+    k, lead = contract.weight.k, [-1]
+    if product.operator == "scaled_bmm":
+        lead = [contract.experts, -1]
+    codes, *others = inputs
+    flat = codes.meta["val"].dim() == len(lead) + 1 and known(codes.meta["val"].shape[-1], k)
+    same = epilogue.last.meta["val"].dim() == len(lead) + 1
+    views: list[Sequence[int | Node] | None] = [None if flat else [*lead, k]]
+    for node in others:
         shape = node.meta["val"].shape
         one = node is product.zero and all(known(1, size) for size in shape)
-        wanted = [-1, -(-k // contract.group)] if contract.group and not one else [1]
+        wanted = [*lead, -(-k // contract.group)] if contract.group and not one else [1]
         fits = len(shape) == len(wanted) and known(shape[-1], wanted[-1])
-        scales.append(None if fits else wanted)
-    return None if flat else [-1, k], *scales, None if same else epilogue.sizes
+        views.append(None if fits or node is product.offsets else wanted)
+    return *views, None if same else epilogue.sizes
