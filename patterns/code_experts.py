@@ -14,8 +14,8 @@ from torch.fx import Node
 from qinductor.errors import Refused
 from qinductor.patterns.gathers import ids_of
 from qinductor.patterns.inserted import after, behind_all
-from qinductor.patterns.products import chosen_from, sides, unexpanded
-from qinductor.regions import Scope, aten, describe
+from qinductor.patterns.products import sides, unexpanded
+from qinductor.regions import Scope, aten, behind, describe
 
 OPERATORS: dict[Any, str] = {
     aten.bmm.default: "scaled_bmm",
@@ -24,8 +24,9 @@ OPERATORS: dict[Any, str] = {
 
 
 def is_stack(weight: Node, scope: Scope) -> bool:
-    """Whether a batch has weights of its own, none of them chosen: else others take it."""
-    return chosen_from(weight, scope) is None and unexpanded(weight) is None
+    """Whether each batch has a weight of its own, which none chooses: others take those."""
+    varying = [n for n in behind(weight, scope)[1] if isinstance(n.meta.get("val"), torch.Tensor)]
+    return not varying and unexpanded(weight) is None
 
 
 def offsets_of(node: Node) -> Node | None:

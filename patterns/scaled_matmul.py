@@ -74,41 +74,42 @@ class Parts:
         to be some before their leaves were freed."""
         tensors = tensors[: len(self.weight.leaves)]
         if self.weight.dtype in CODES:
-            return [codes_of(self.weight, tensors)], (0, 1)
+            return codes_of(self.weight, tensors), (0, 1)
         if freed is not None:
             return [operands.weight for operands in freed], (0, 0)
         return WEIGHTS(self.weight, tensors)
 
-    def all_operands(
+    def operands(
         self, weights: Sequence[QuantizedWeight], tensors: Sequence[torch.Tensor]
     ) -> tuple[Operands, ...]:
-        """`operands` of each weight; of experts nothing but the weight is taken."""
-        return tuple(self.operands(weight, tensors) for weight in weights)
-
-    def operands(self, weight: QuantizedWeight, tensors: Sequence[torch.Tensor]) -> Operands:
-        """The operands for these leaves. Codes may be a leaf's own memory, scales never are: when
-        the model is gone, what was packed of it goes with them."""
-        weight, start = on_codes(weight), len(self.weight.leaves)
-        n, k = self.weight.shape
+        """The operands for these leaves, of each weight. Codes may be a leaf's own memory, scales
+        never are: when the model is gone, what was packed of it goes with them."""
+        weights, start = [on_codes(weight) for weight in weights], len(self.weight.leaves)
+        n, k = weights[0].format.n, weights[0].format.k
         if self.scale is not None:
-            if weight.scale is not None:
+            if weights[0].scale is not None:
                 raise Refused(
-                    f"the weight must be scaled once; it has a {weight.format.granularity} scale, "
-                    "and its product one more"
+                    f"the weight must be scaled once; it has a {weights[0].format.granularity} "
+                    "scale, and its product one more"
                 )
             (bn, bk), end = self.blocks, start + len(self.scale.leaves)
             found, start = self.scale(tensors[start:end]), end
-            scale = found[:, : -(-k // bk)].expand(-(-n // bn), -(-k // bk)).clone()
+            found, rows = found[:, : -(-k // bk)], -(-n // bn)
+            parts = found.chunk(len(weights)) if len(weights) > 1 else [found]
+            scales = [part.expand(rows, -(-k // bk)).clone().contiguous() for part in parts]
             form = dataclasses.replace(
-                weight.format, bn=bn, bk=bk, arithmetic="q*s", scale=scale.dtype
+                weights[0].format, bn=bn, bk=bk, arithmetic="q*s", scale=found.dtype
             )
-            weight = QuantizedWeight(form, weight.codes, scale.contiguous())
+            weights = [
+                QuantizedWeight(form, weight.codes, scale)
+                for weight, scale in zip(weights, scales, strict=True)
+            ]
         if self.sums is not None:
             end = start + len(self.sums.leaves)
-            check_sums(self.sums(tensors[start:end]), weight.codes)
+            check_sums(self.sums(tensors[start:end]), weights[0].codes)
             start = end
         bias = None if self.bias is None else self.bias(tensors[start:]).reshape(-1).clone()
-        return Operands(weight, bias)
+        return tuple(Operands(weight, bias) for weight in weights)
 
 
 class ScaledMatmulPattern:
@@ -167,7 +168,7 @@ class ScaledMatmulPattern:
         values = [scope.value(leaf) for region in parts.regions for leaf in region.leaves]
         freed = scope.known(weight)
         read_as, evaluations = parts.read(values, freed)
-        operands = parts.all_operands(read_as, values)
+        operands = parts.operands(read_as, values)
         contract = _contract(product, epilogue, found, operands[0])
         if product.zeros and product.zeros != contract.group:
             raise Refused(f"x must have a zero point for each scale; {contract.summary}")
@@ -179,7 +180,7 @@ class ScaledMatmulPattern:
             tensors: Sequence[torch.Tensor], freed: Sequence[Any] | None
         ) -> tuple[Operands, ...]:
             read_as, _ = parts.read(tensors, freed)
-            operands = parts.all_operands(read_as, tensors)
+            operands = parts.operands(read_as, tensors)
             check_format(operands[0].weight, contract.weight)
             site.check_all(operands, read_as)
             return operands
