@@ -1,5 +1,6 @@
 """Experts whose weights and activations are both quantised: graphs, results, near misses."""
 
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -477,9 +478,8 @@ output [%11]
 
     def test_a_batch(self) -> None:
         x = Random(1).normal(E, 4, K)
-        options = {"patterns": {"quantize": "off"}}
-        make = lambda: layer("group-128", "block-64x128", BF16, True, batched)  # noqa: E731
-        found = rewritten(make, x, target="sm_90", options=options | BY_NAME)
+        make = functools.partial(layer, "group-128", "block-64x128", product=batched)
+        found = rewritten(make, x, target="sm_90")
         self.expects(f"{outcome(found.report)}\n{found.after}\n")("""\
 ---- 2 of 2 lowered
 %0: bfloat16[3, 4, 256]@cuda = placeholder
