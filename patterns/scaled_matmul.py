@@ -77,7 +77,8 @@ class Parts:
             return codes_of(self.weight, tensors), (0, 1)
         if freed is not None:
             return [operands.weight for operands in freed], (0, 0)
-        return WEIGHTS(self.weight, tensors)
+        weights, evaluations = WEIGHTS(self.weight, tensors)
+        return _in_leaf(weights, tensors), evaluations
 
     def operands(
         self, weights: Sequence[QuantizedWeight], tensors: Sequence[torch.Tensor]
@@ -110,6 +111,25 @@ class Parts:
             start = end
         bias = None if self.bias is None else self.bias(tensors[start:]).reshape(-1).clone()
         return tuple(Operands(weight, bias) for weight in weights)
+
+
+def _in_leaf(
+    weights: list[QuantizedWeight], leaves: Sequence[torch.Tensor]
+) -> list[QuantizedWeight]:
+    """The weights of experts, their codes in the memory of the leaf that holds just these, if one
+    does: a stack is large."""
+    first = weights[0].codes
+    for leaf in leaves:
+        same = leaf.dtype == first.dtype and leaf.numel() == first.numel() * len(weights)
+        if len(weights) > 1 and same and leaf.is_contiguous() and not leaf.is_meta:
+            parts = leaf.detach().data.view(len(weights), *first.shape)
+            pairs = zip(parts, weights, strict=True)
+            if all(torch.equal(a.view(torch.uint8), w.codes.view(torch.uint8)) for a, w in pairs):
+                return [
+                    dataclasses.replace(weight, codes=part)
+                    for part, weight in zip(parts, weights, strict=True)
+                ]
+    return weights
 
 
 class ScaledMatmulPattern:

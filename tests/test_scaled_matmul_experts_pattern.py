@@ -591,8 +591,18 @@ def test_one_weight_for_the_whole_batch() -> None:
     assert [s.pattern for s in sites if "matmul" in s.pattern] == ["dequant_matmul"]
 
 
-def test_formats_that_differ_between_experts_at_run_time() -> None:
-    """Weights are packed again when they change, and proved again."""
+@pytest.mark.parametrize(
+    ("activation", "weight"), [("group-128", "block-64x128"), ("int8 token", "int8 row")]
+)
+def test_codes_are_not_copied(activation: str, weight: str) -> None:
+    """8-bit codes of a stack stay in the memory of the model's own."""
+    module = layer(activation, weight)
+    run = torch.compile(module, backend="qinductor", options={"inductor": EXACT})
+    agree(module, run, activation, *rows(*SIZES), BF16)
+    assert qinductor.last_report().packed_bytes == module.s.nbytes
+
+
+def test_weights_that_change_are_packed_again() -> None:
     module = layer("group-128", "block-64x128")
     run = torch.compile(module, backend="qinductor", options={"inductor": EXACT})
     x, offsets = rows(*SIZES)
