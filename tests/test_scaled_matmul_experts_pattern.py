@@ -294,6 +294,66 @@ def test_one_scale_is_not_sorted() -> None:
     assert lowered()[0][0] == "scaled_matmul"
 
 
+def in_floats(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes that are whole numbers in floats, and their scale, as fake quantisers have them."""
+    s = power_of(x.float().abs().amax(-1, keepdim=True).clamp(min=1e-6) / 127)
+    return torch.round(x.float() / s).clamp(-128, 127), s
+
+
+def floats_sorted_first(m: Holder, x: Tensor, order: Tensor, offsets: Tensor) -> Tensor:
+    q, s = in_floats(x[order])
+    return grouped(m, (q * s).to(BF16), offsets)
+
+
+def floats_codes_sorted(m: Holder, x: Tensor, order: Tensor, offsets: Tensor) -> Tensor:
+    q, s = in_floats(x)
+    return grouped(m, (q[order] * s[order]).to(BF16), offsets)
+
+
+def floats_sorted_last(m: Holder, x: Tensor, order: Tensor, offsets: Tensor) -> Tensor:
+    q, s = in_floats(x)
+    return grouped(m, (q * s).to(BF16)[order], offsets)
+
+
+@pytest.mark.parametrize(
+    "order", [floats_sorted_first, floats_codes_sorted, floats_sorted_last], ids=str
+)
+def test_codes_that_are_whole_numbers_in_floats(order: Callable) -> None:
+    module = layer("int8 token", "int8 row")
+    module.function = order
+    x, ids = Random(1).normal(10, K), torch.tensor([0, 9, 3, 3, 1, 2, 5, 8])
+    offsets = torch.tensor([2, 2, 8], dtype=torch.int32)
+    run = torch.compile(module, backend="qinductor", options={"inductor": EXACT})
+    ours, eager = run(x, ids, offsets), module(x, ids, offsets)
+    torch.testing.assert_close(ours, eager, rtol=0.01, atol=float(eager.abs().max()) * 0.004)
+    ((pattern, contract),) = lowered()
+    assert pattern == "scaled_matmul" and contract.startswith("3 experts of int8 token"), contract
+
+
+def test_weights_that_lie_the_other_way() -> None:
+    """[E, K, N], with a scale for each of the N columns."""
+
+    def function(m: Holder, x: Tensor, offsets: Tensor) -> Tensor:
+        w = (m.turned.float() * m.s.mT).to(BF16)
+        return torch._grouped_mm(by_group(128)(m, x).to(BF16), w, offs=offsets)
+
+    module = layer("group-128", "row")
+    module.function = function
+    module.register_buffer("turned", module.w.mT.contiguous())
+    run = torch.compile(module, backend="qinductor", options={"inductor": EXACT})
+    agree(module, run, "group-128", *rows(*SIZES), BF16)
+    assert lowered()[0][0] == "scaled_matmul"
+
+
+@pytest.mark.parametrize(("activation", "weight"), PAIRS)
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
+def test_every_pair_is_one_launch_on_a_gpu(activation: str, weight: str, target: str) -> None:
+    found = rewritten(lambda: layer(activation, weight), *rows(2, 0, 3), target=target)
+    site = next(s for s in found.report.sites if s.pattern == "scaled_matmul")
+    assert site.lowered and site.provider.startswith("triton.scaled_mma@"), site.reason
+    assert found.after.count("scaled_grouped_matmul") == 1
+
+
 # A block of experts -------------------------------------------------------------------------------
 
 H, INNER, TOP = 256, 128, 2
@@ -560,6 +620,21 @@ def test_zero_points() -> None:
 
     reason = refused(changed(function, "int8 token", "int8 row"), *rows(2, 3, 4))
     assert "there are 3 experts and zero points; it takes experts without" in reason
+
+
+@pytest.mark.parametrize("sorted_last", [False, True], ids=["codes sorted", "x sorted"])
+def test_a_nan_that_int8_codes_would_lose(sorted_last: bool) -> None:
+    """A scale that does not depend on x keeps none."""
+
+    def function(m: Holder, x: Tensor, order: Tensor, offsets: Tensor) -> Tensor:
+        s = power_of(m.a_scale).expand(len(x), 1)
+        q = torch.round(x.float() / s).clamp(-128, 127)
+        x = (q * s).to(BF16)[order] if sorted_last else (q[order] * s[order]).to(BF16)
+        return grouped(m, x, offsets)
+
+    given = Random(1).normal(6, K), torch.tensor([2, 0, 4, 4]), torch.tensor([1, 2, 4]).int()
+    reason = refused(changed(function, "int8 token", "int8 row"), *given)
+    assert "int8 codes would lose that" in reason or "are made of no one tensor" in reason, reason
 
 
 def test_weights_that_are_no_stack_of_codes() -> None:
