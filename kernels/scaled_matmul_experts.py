@@ -1,9 +1,9 @@
 """qinductor::scaled_grouped_matmul, scaled_bmm: codes of experts' rows times their weights' codes.
 
 The contract is a `ScaledMatmul` of E experts: its weight is the format of each, [N, K]. What a
-provider packs for one weight is stacked, [E, ...]. A provider that has `grouped` takes all experts
-at once and reads on the device where their rows end (its config is that of their mean number); with
-any other each expert runs on what the plan has for its own number of rows.
+provider packs for one weight is stacked, [E, ...]. A provider that has `batched` and `grouped`
+takes all experts at once and reads on the device where their rows end (its config is that of their
+mean number); with any other each expert runs on what the plan has for its own number of rows.
 
 | tensor                   | shape                                 | dtype                         |
 |--------------------------|---------------------------------------|-------------------------------|
@@ -81,14 +81,20 @@ def scaled_bmm(
     plan: str,
 ) -> torch.Tensor:
     """a[E, M, K] times each expert's weight: [E, M, N]."""
-    form, _, _ = _prepared(contract, plan)
+    form, one, routes = _prepared(contract, plan)
     experts, m, _ = a.shape
-    ends = torch.arange(m, experts * m + 1, max(m, 1), dtype=torch.int32, device=a.device)
-    rows = scale.flatten(0, 1) if form.group else scale
-    out: torch.Tensor = scaled_grouped_matmul(
-        a.flatten(0, 1), rows, ends[:experts], packed, contract, plan
-    )
-    return out.view(experts, m, form.weight.n)
+    out = a.new_empty((experts, m, form.weight.n), dtype=form.out)
+    if not m:
+        return out
+    route = _route(routes, m)
+    if (batched := getattr(route.provider, "batched", None)) is not None:
+        operands = [packed[i] for i in route.take]
+        found: torch.Tensor = batched(one, (a, scale), operands, route.config)
+        return found
+    for expert in range(experts):
+        s = scale[expert] if form.group else scale
+        out[expert] = route.run(one, (a[expert], s), [packed[i][expert] for i in route.take])
+    return out
 
 
 @functools.cache

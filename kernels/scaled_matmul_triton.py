@@ -97,6 +97,21 @@ class ScaledMMA(Packed):
         given = dict(zip(_names(contract), packed, strict=True))
         return launch_groups(contract, a, scale, offsets, given, chosen)
 
+    def batched(
+        self,
+        contract: ScaledMatmul,
+        inputs: Sequence[torch.Tensor],
+        packed: Sequence[torch.Tensor],
+        config: str | None = None,
+    ) -> torch.Tensor:
+        """a[E, M, K] times stacked weights: [E, M, N]."""
+        a, scale = inputs
+        chosen = Config.parse(config) if config else of_groups(contract, a.shape[1])[0]
+        given = dict(zip(_names(contract), packed, strict=True))
+        rows = scale.flatten(0, 1) if contract.group else scale
+        out = launch_groups(contract, a.flatten(0, 1), rows, None, given, chosen)
+        return out.view(*a.shape[:2], -1)
+
 
 PROVIDER = ScaledMMA()
 

@@ -38,7 +38,7 @@ def launch(
     contract: ScaledMatmul,
     a: torch.Tensor,
     scale: torch.Tensor,
-    offsets: torch.Tensor,
+    offsets: torch.Tensor | None,
     given: Mapping[str, torch.Tensor],
     config: Config,
     kernels: ModuleType | None = None,
@@ -47,8 +47,10 @@ def launch(
     are 0.
 
     contract  of one expert
+    offsets   int32[E], contiguous; None: all experts have as many rows
     given     the packed tensors by name, [E, ...]"""
-    code, w, (rows, experts) = kernels or device(), contract.weight, (a.shape[0], len(offsets))
+    code, w = kernels or device(), contract.weight
+    rows, experts = a.shape[0], len(next(iter(given.values())))
     a = a if a.stride(1) == 1 else a.contiguous()
     wide = a.is_cuda and capability(a.device) < FLOAT8
     if a.is_cuda:
@@ -65,14 +67,18 @@ def launch(
     pdl = a.is_cuda and capability(a.device) >= (9, 0)
     swap = config.swap or four(contract)
     least = (config.bm // 4 if config.bm > 64 else 16) if swap else min(config.bm, 64)
-    tiles = (-(-rows // config.bm) + min(experts + 1, rows)) * -(-w.n // config.bn)
+    if offsets is None:
+        tiles = experts * -(-(rows // experts) // config.bm)
+    else:  # as many as can be, rows past the last offset included
+        tiles = -(-rows // config.bm) + min(experts + 1, rows)
+    ep = 0 if offsets is None else 1 << experts.bit_length()
     with torch.cuda.device_of(out):
-        code.grouped[(tiles, split)](
+        code.grouped[(tiles * -(-w.n // config.bn), split)](
             a.view(torch.uint8) if wide and a.dtype is not INT8 else a, a.stride(0), *sa,
             *_weight(contract, given, (config.bn, bs) if tma else None, wide, parts),
-            given.get("bias", parts), offsets, parts, rows, w.n, w.k, split,
-            F=form, E=experts, EP=1 << experts.bit_length(), BM=config.bm, LEAST=least,
-            BN=config.bn, BK=config.bk, BS=bs, PARTS=split > 1, STAGES=config.stages,
+            given.get("bias", parts), parts if offsets is None else offsets, parts, rows, w.n,
+            w.k, split, F=form, E=experts, EP=ep, BM=config.bm, LEAST=least, BN=config.bn,
+            BK=config.bk, BS=bs, PARTS=split > 1, STAGES=config.stages,
             EVEN_K=w.k % config.bk == 0, SWAP=swap, TMA=tma, PDL=pdl, ASM=asm,
             num_warps=config.warps, enable_fp_fusion=False,
         )  # fmt: skip

@@ -41,6 +41,10 @@ def checks() -> Iterator[Check]:
         for name in ("fp8 block128", "int8 row", "w4 fp8 group128"):
             contract = FORMATS[name].contract
             yield _product(name, contract, str(of_groups(contract, 1)[0]), target)
+    for name in ("fp8 row", "int8 row"):
+        contract = FORMATS[name].contract
+        check = partial(held, contract, 90, str(of_groups(contract, 1)[0]), batched=True)
+        yield f"batch {name} sm_90", check
     for target in (80, 90, 100):
         yield f"sum_groups sm_{target}", partial(_sums, target)
 
@@ -49,14 +53,16 @@ def _product(name: str, contract: ScaledMatmul, config: str, target: int) -> Che
     return f"grouped {name} {config} sm_{target}", partial(held, contract, target, config)
 
 
-def held(contract: ScaledMatmul, target: int, config: str) -> None:
+def held(contract: ScaledMatmul, target: int, config: str, batched: bool = False) -> None:
     """Compiles a product for sm_<target>; RuntimeError if its code is not as it should be."""
-    found = faults(build(contract, target, config), contract, target)
+    found = faults(build(contract, target, config, batched=batched), contract, target)
     if found:
         raise RuntimeError(f"grouped {config} of {contract.summary}, sm_{target}: {found}")
 
 
-def build(contract: ScaledMatmul, target: int, config: str, parts: bool = False) -> Compiled:
+def build(
+    contract: ScaledMatmul, target: int, config: str, parts: bool = False, batched: bool = False
+) -> Compiled:
     """A product as the launch has it compiled, of 8 experts."""
     from qinductor.kernels import scaled_matmul_triton_groups_kernels as kernels
 
@@ -80,7 +86,7 @@ def build(contract: ScaledMatmul, target: int, config: str, parts: bool = False)
         **dict.fromkeys(("T", "split", "sa_row", "sa_group", "sw_row", "sw_group"), "i32"),
     }  # fmt: skip
     constants: dict[str, Any] = {
-        "F": device_form(c, wide), "E": 8, "EP": 16, "BM": chosen.bm,
+        "F": device_form(c, wide), "E": 8, "EP": 0 if batched else 16, "BM": chosen.bm,
         "LEAST": chosen.bm // 4 if chosen.bm > 64 else 16, "BN": chosen.bn, "BK": chosen.bk,
         "BS": bs, "PARTS": parts, "STAGES": chosen.stages, "EVEN_K": w.k % chosen.bk == 0,
         "SWAP": True, "TMA": tma, "PDL": target >= 90, "ASM": True,

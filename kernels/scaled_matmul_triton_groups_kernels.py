@@ -78,14 +78,22 @@ def grouped(
     BS: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr, EVEN_K: tl.constexpr,
     SWAP: tl.constexpr, TMA: tl.constexpr, PDL: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """out[T, N] of rows sorted by E experts; rows past the last offset are 0. Programs: tiles of
-    rows of one expert x rows of its W, and `split` parts of K; where PARTS is set their scaled
-    sums go to out[split, T, N] for `sum_groups`. w is a pointer, or where TMA is set a descriptor
+    """out[T, N] of rows sorted by E experts; rows past the last offset are 0. Where EP is 0 there
+    are no offsets: all have as many rows. Programs: tiles of rows of one expert x rows of its W,
+    and `split` parts of K; where PARTS is set their scaled sums go to out[split, T, N] for
+    `sum_groups`. w is a pointer, or where TMA is set a descriptor
     of all experts' rows; `*_expert` is how far experts lie apart."""
     if PARTS and PDL:
         gdc_launch_dependents()
     part = tl.program_id(1)
-    expert, first, end, column = _expert(offsets_ptr, tl.program_id(0), T, E, EP, BM)
+    if EP > 0:
+        expert, first, end, column = _expert(offsets_ptr, tl.program_id(0), T, E, EP, BM)
+    else:
+        rows = T // E
+        tiles = tl.cdiv(rows, BM)
+        expert, column = tl.program_id(0) % (E * tiles) // tiles, tl.program_id(0) // (E * tiles)
+        first = expert * rows + tl.program_id(0) % tiles * BM
+        end = (expert + 1) * rows
     column = column * BN
     if column >= N:
         return

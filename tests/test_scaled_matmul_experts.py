@@ -243,6 +243,22 @@ def test_the_kernel_bitwise_on_exact_data(name, config, device):
         assert not difference(out, wanted(contract, a, scale, ends, sources))
 
 
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("name", INTERPRETED)
+def test_the_kernel_of_a_batch_bitwise_on_exact_data(name, config, device):
+    chosen = INTERPRETED[name]
+    contract, e = chosen.contract, 4
+    sources, plan, tensors = prepared(chosen, only(f"triton.scaled_mma@{config}"), exact=True)
+    for m in (1, 5, 33):
+        a, scale = activation(contract, e * m, exact=True)
+        ends = torch.arange(1, e + 1) * m
+        held = scale.view(e, m, -1) if contract.group else scale
+        with poisoned():
+            out = ops.scaled_bmm(a.view(e, m, -1), held, tensors, str(contract), str(plan))
+        want = wanted(contract, a, scale, ends, sources)
+        assert not difference(out.flatten(0, 1), want)
+
+
 @named
 def test_the_kernel_to_the_oracle(chosen, device):
     contract, provider = chosen.contract, SCALED_MATMUL.providers["triton.scaled_mma"]
