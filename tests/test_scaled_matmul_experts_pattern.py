@@ -403,7 +403,8 @@ def test_a_block_of_experts_behind_its_router() -> None:
         x = Random(tokens).normal(tokens, H)
         torch._dynamo.mark_dynamic(x, 0)
         ours, eager = run(x).float(), block(x).float()
-        assert (ours - eager).norm() < 0.01 * eager.norm()
+        # A last bit of the first product moves codes of the second by up to a sixteenth.
+        assert (ours - eager).norm() < 0.04 * eager.norm()
         assert [pattern for pattern, _ in lowered()] == ["scaled_matmul", "scaled_matmul"]
 
 
