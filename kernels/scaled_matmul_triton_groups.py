@@ -85,6 +85,7 @@ def launch(
         if split > 1:
             code.sum_groups[(-(-out.numel() // SUMMED),)](
                 parts, out, out.numel(), split, B=SUMMED, PDL=pdl, num_warps=4, launch_pdl=pdl,
+                enable_fp_fusion=False,
             )  # fmt: skip
     return out
 

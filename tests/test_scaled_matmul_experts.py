@@ -15,6 +15,7 @@ import qinductor
 from qinductor.contracts import difference
 from qinductor.errors import Refused
 from qinductor.kernels import scaled_matmul_triton_groups as family
+from qinductor.kernels import scaled_matmul_triton_tiles as tiles
 from qinductor.kernels.scaled_matmul import SCALED_MATMUL, Operands, ScaledMatmul, reference
 from qinductor.kernels.scaled_matmul_cases import (
     BF16,
@@ -227,6 +228,25 @@ def test_cost_reads_every_weight():
     assert (cost["bytes"] - single_cost["bytes"]).subs(M, 3) == 4 * weight
     assert cost["flops"] == single_cost["flops"]
     assert "5 experts of" in more.summary and "experts" not in one.summary
+
+
+def test_configs_of_groups():
+    """Their text is read back; parts of K fill the device where few rows would not."""
+    for chosen in INTERPRETED.values():
+        contract = chosen.contract
+        for mean in (1, 20, 60, 500):
+            configs = tiles.of_groups(contract, mean)
+            assert [tiles.Config.parse(str(config)) for config in configs] == list(configs)
+            assert [str(c) for c in configs] == list(tiles.candidates(contract, mean))
+            assert all(config.shared(contract) <= tiles.SHARED for config in configs)
+    config = tiles.Config.parse("m16.n128.k128.s0.w4.p4.swap.tma")
+    assert tiles.parts_of(config, 8, 256, 4096, 7168) == 2  # 8 x 32 tiles are 256 programs
+    assert tiles.parts_of(config, 32, 32, 4096, 7168) == 1
+    assert tiles.parts_of(config, 1, 8, 256, 7168) == 8  # of 7 steps each
+    assert tiles.parts_of(config, 1, 8, 256, 512) == 1
+    forced = tiles.Config.parse("m16.n128.k128.s4.w4.p4.swap")
+    assert tiles.parts_of(forced, 4096, 8, 4096, 7168) == 4
+    assert tiles.parts_of(forced, 4096, 8, 4096, 256) == 2
 
 
 @pytest.mark.parametrize("config", CONFIGS)

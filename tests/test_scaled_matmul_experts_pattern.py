@@ -599,6 +599,27 @@ def test_a_scale_for_each_column() -> None:
     assert "x must have a scale for each row, group or in all" in reason
 
 
+def test_no_offsets() -> None:
+    """Of two stacks there are none, and rows of no expert."""
+
+    def function(m: Holder, x: Tensor) -> Tensor:
+        return torch._grouped_mm(by_group(K)(m, x).to(BF16), m.made(m).to(BF16).mT)
+
+    reason = refused(changed(function), Random(1).normal(E, 8, K))
+    assert reason.startswith("a grouped product must be of x[T, K] with W[E, K, N] and offsets")
+
+
+def test_a_scale_for_each_column_of_the_weights() -> None:
+    def function(m: Holder, x: Tensor, offsets: Tensor) -> Tensor:
+        w = m.w.float() * power_of(m.a_scale * m.columns)
+        return torch._grouped_mm(by_group(K)(m, x).to(BF16), w.to(BF16).mT, offs=offsets)
+
+    module = changed(function)
+    module.register_buffer("columns", Random(4).scales(E, 1, K, dtype=FP32))
+    reason = refused(module, *rows(2, 3, 4), target="sm_90")
+    assert "1 columns share a scale; it takes multiples of 32, or whole rows" in reason
+
+
 def test_a_weight_of_two_scales() -> None:
     """What follows the product is one for all experts: it stays."""
 
