@@ -55,7 +55,9 @@ def launch(
     wide = a.is_cuda and capability(a.device) < FLOAT8
     if a.is_cuda:
         config = config.within(contract, shared_memory(a.device, SHARED))
-    config = dataclasses.replace(config, bk=max(config.bk, 64 if four(contract) else 32))
+    # As float16 operands take twice the registers.
+    bk = max(min(config.bk, 128 if wide else config.bk), 64 if four(contract) else 32)
+    config = dataclasses.replace(config, bk=bk)
     form = device_form(contract, wide)
     bs = min(slice_of(contract) or PROMOTED, config.bk)
     split = 1 if contract.bias is not None else parts_of(config, rows, experts, w.n, w.k)

@@ -1,5 +1,6 @@
 """Compiles products of rows sorted by expert, and says what is wrong with the code. No GPU."""
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -69,6 +70,8 @@ def build(
     c, w = contract, contract.weight
     chosen = Config.parse(config).within(contract, shared(target) * 9 // 10)
     wide = target < 89 and not integral(c)
+    if wide:
+        chosen = dataclasses.replace(chosen, bk=min(chosen.bk, 128))
     bs = min(slice_of(c) or PROMOTED, chosen.bk)
     tma = chosen.tma and target >= 90 and not four(c)
     code = "i8" if four(c) else TYPES[w.storage]
