@@ -41,6 +41,8 @@ class ScaledMatmul(Hashed):
     fused   whether the product with sa and the sum with the bias are one operation, rounded once:
             then K is one block
     zero    dtype of z[m, k // group], the zero points of a, whole numbers; None: there are none
+    experts number of weights, all of one format, each of which has rows of a of its own; 0: there
+            is one weight, and no such axis
     """
 
     weight: WeightFormat
@@ -52,6 +54,7 @@ class ScaledMatmul(Hashed):
     fast: bool = False
     fused: bool = False
     zero: torch.dtype | None = None
+    experts: int = 0
 
     __hash__ = Hashed.__hash__
 
@@ -68,6 +71,7 @@ class ScaledMatmul(Hashed):
         """The contract as the report prints it, in the field's terms."""
         w = self.weight
         words = [
+            f"{self.experts} experts of" if self.experts else "",
             f"{short(self.a)} {self.granularity} scale {short(self.scale)}",
             f"zero {short(self.zero)} x" if self.zero is not None else "x",
             f"{w.codes}[{w.n},{w.k}] {w.granularity}",
@@ -126,12 +130,14 @@ def longest(contract: ScaledMatmul) -> int:
 
 
 def cost(contract: ScaledMatmul) -> dict[str, sympy.Expr]:
-    """Bytes that must move and operations, in M."""
+    """Bytes that must move and operations, in M: of all experts together, of which every weight is
+    read."""
     c, w = contract, contract.weight
     weight = w.n * w.k * w.bits // 8 + w.grid[0] * w.grid[1] * (w.scale.itemsize if w.scale else 0)
     row = w.k * c.a.itemsize + w.n * c.out.itemsize
     entry = c.scale.itemsize + (0 if c.zero is None else c.zero.itemsize)
     row += (w.k // c.group if c.group else 0) * entry
+    weight *= max(1, c.experts)
     return {"bytes": sympy.Integer(weight) + M * row, "flops": 2 * M * w.n * w.k}
 
 

@@ -91,14 +91,17 @@ def case(
     codes: str, m: int, n: int, k: int, bn: int, bk: int, a: torch.dtype = E4M3, group: int = -1,
     scale: torch.dtype = FP32, out: torch.dtype = BF16, bias: torch.dtype | None = None,
     weight_scale: torch.dtype | None = FP32, fast: bool = False, zero: torch.dtype | None = None,
+    experts: int = 0,
 ) -> Case:  # fmt: skip
-    """A case; group -1: each row of a has one scale."""
+    """A case; group -1: each row of a has one scale. Of experts `Case.make` makes one."""
     given: dict[str, Any] = dict.fromkeys(("inner", "compute", "dtype"), FP32)
     arithmetic = "q" if weight_scale is None else "q*s"
     form = WeightFormat(
         codes, n, k, min(bn, n), min(bk, k), arithmetic, weight_scale, None, **given
     )
-    contract = ScaledMatmul(form, a, k if group < 0 else group, scale, out, bias, fast, zero=zero)
+    contract = ScaledMatmul(
+        form, a, k if group < 0 else group, scale, out, bias, fast, zero=zero, experts=experts
+    )
     return Case(f"{contract.summary} M={m}", m, contract)
 
 
@@ -191,4 +194,20 @@ ASYMMETRIC = (
     case("int4", 9, 130, 200, 1, 200, UINT8, group=0, weight_scale=None, zero=INT32),
     case("int4", 4, 72, 320, 1, 64, INT8, group=64, zero=INT8, out=FP16),
     case("int4", 5, 72, 384, 1, 128, UINT8, group=64, zero=FP16),
+)
+# Of experts.
+EXPERTS = (
+    case(FP8, 6, 64, 256, 64, 256, group=0, experts=3),
+    case(FP8, 3, 72, 256, 1, 256, experts=4),
+    case(FP8, 5, 33, 160, 1, 160, out=FP16, fast=True, experts=2),
+    case(FP8, 4, 200, 384, 128, 128, group=128, experts=3),
+    case(FP8, 4, 96, 256, 1, 128, group=128, out=FP16, experts=2),
+    case(FP8, 5, 96, 192, 32, 32, group=32, experts=3),
+    case(FP8, 2, 40, 288, 1, 32, group=32, scale=E8M0, weight_scale=E8M0, experts=3),
+    case(FP8, 2, 64, 128, 64, 128, weight_scale=None, experts=1),
+    case("int8", 7, 48, 128, 1, 128, INT8, experts=4),
+    case("int8", 3, 48, 256, 1, 128, INT8, group=128, out=FP32, experts=2),
+    case("int4", 5, 72, 256, 1, 128, group=0, experts=3),
+    case("int4", 4, 130, 256, 1, 128, group=128, weight_scale=BF16, experts=2),
+    case("int4", 3, 64, 192, 1, 32, INT8, group=64, experts=3),
 )

@@ -24,8 +24,18 @@ def zeros_why_not(contract: ScaledMatmul) -> str | None:
     c = contract
     if c.zero not in (None, *ZEROS):
         return f"zero points are {short(c.zero)}; it takes integers, bf16, fp16 and fp32"
+    if c.experts and c.zero is not None:
+        return f"there are {c.experts} experts and zero points; it takes experts without"
     if c.zero is None and c.a is UINT8:
         return "uint8 codes have no zero point; it takes those that have one"
+    return None
+
+
+def experts_why_not(contract: ScaledMatmul) -> str | None:
+    """Why a provider that takes one weight does not take a stack of them."""
+    # Its rows are known on the device alone: on CUDA each expert by itself would wait for that.
+    if contract.experts:
+        return f"there are {contract.experts} experts; it takes one weight"
     return None
 
 

@@ -28,6 +28,7 @@ from qinductor.kernels.scaled_matmul_sums import (
     added,
     centred,
     divided,
+    experts_why_not,
     scaled,
     signed,
     totals,
@@ -36,9 +37,8 @@ from qinductor.kernels.scaled_matmul_sums import (
 from qinductor.op import Spec
 from qinductor.rates import BANDWIDTH, RATE, M
 
-INT8, UINT8 = torch.int8, torch.uint8
+INT8, UINT8, BF16, FP16 = torch.int8, torch.uint8, torch.bfloat16, torch.float16
 FLOAT8 = E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-BF16, FP16 = torch.bfloat16, torch.float16
 SEEN = 17  # rows of a that _int_mm takes at least on CUDA
 STRIP = 1 << 18  # codes of W that are float32 at a time on a CPU: what its L2 cache holds
 
@@ -63,8 +63,8 @@ class Float8:
 
     def why_not(self, contract: ScaledMatmul) -> str | None:
         c, w = contract, contract.weight
-        if c.zero is not None:
-            return "a has zero points; it takes none"
+        if c.zero is not None or c.experts:
+            return experts_why_not(c) or "a has zero points; it takes none"
         if c.a not in FLOAT8 or w.storage not in FLOAT8:
             return f"{short(c.a)} times {w.codes}; it takes float8 with float8"
         if c.a is E5M2 and w.storage is E5M2:
@@ -244,7 +244,7 @@ class IntMM:
         c, w = contract, contract.weight
         if c.a not in (INT8, UINT8) or w.codes != "int8":
             return f"{short(c.a)} times {w.codes}; it takes int8 and uint8 with int8"
-        if reason := zeros_why_not(c):
+        if reason := zeros_why_not(c) or experts_why_not(c):
             return reason
         if w.arithmetic not in ("q", "q*s") or w.permuted:
             return f"W is {w.arithmetic}{', permuted' * w.permuted}; it takes q and q*s"

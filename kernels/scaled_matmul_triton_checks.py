@@ -21,7 +21,6 @@ from qinductor.kernels.scaled_matmul_cases import (
     UINT8,
     case,
 )
-from qinductor.kernels.scaled_matmul_triton import Config, heuristic
 from qinductor.kernels.scaled_matmul_triton_form import (
     PROMOTED,
     device_form,
@@ -29,6 +28,7 @@ from qinductor.kernels.scaled_matmul_triton_form import (
     integral,
     slice_of,
 )
+from qinductor.kernels.scaled_matmul_triton_tiles import Config, heuristic
 from qinductor.triton_compile import Compiled, compiled
 
 Check = tuple[str, Callable[[], None]]
@@ -64,6 +64,7 @@ FORMATS = {
     "w4 int8 token zero int64": case("int4", 1, N, K, 1, K, INT8, zero=torch.int64),
 }
 ROWS = (1, 64, 300)
+LOOP = r"^( *)[^\n]*\bscf\.for\b.*?^\1\}"  # of TTGIR; of rows sorted by expert there are several
 OTHERS = ("fp8 row", "fp8 block128", "int8 row", "w4 fp8 group128", "w4 int8 channel")
 
 
@@ -170,7 +171,7 @@ def faults(made: Compiled, contract: ScaledMatmul, target: int) -> str:
     wait; and codes of 4 bits must go from the decoding to the product in one thread's registers.
     """
     found = [spilled(made, target)]
-    steps = made.ttgir[made.ttgir.index("scf.for") : made.ttgir.rindex("scf.yield")]
+    steps = "".join(m[0] for m in re.finditer(LOOP, made.ttgir, re.DOTALL | re.MULTILINE))
     waits = re.findall(r"pendings = (\d+)", steps)
     if four(contract) and any(map(int, waits)):
         found.append("a product may still run when its operand is overwritten")

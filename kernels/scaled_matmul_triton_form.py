@@ -28,7 +28,7 @@ from qinductor.kernels.scaled_matmul import (
     pack,
 )
 from qinductor.kernels.scaled_matmul_sums import zeros_why_not
-from qinductor.kernels.triton_device import has_triton
+from qinductor.kernels.triton_device import capability, has_triton
 from qinductor.op import Spec
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -39,6 +39,7 @@ RESULTS = (torch.bfloat16, torch.float16, FP32)
 SCALES = (*RESULTS, E8M0)
 PROMOTED = 128  # columns after which float8 sums leave the tensor cores, which keep 14 bits
 SUMMED = 64  # columns of a slice whose codes are added up for zero points, at most
+FLOAT8 = (8, 9)  # compute capability from which tensor cores have float8
 # What a nibble's number is times the code: bits of e4m3's subnormals, and the upper half of a byte.
 FACTORS = {E4M3: 2.0**-9, E5M2: 2.0**-9, INT8: 16.0, UINT8: 16.0}
 
@@ -253,3 +254,18 @@ def nibbles(codes: torch.Tensor, floats: bool) -> torch.Tensor:
     parts = bits.view(n // 64, 4, 2, 8, k // 64, 2, 2, 4, 4)
     parts = parts.permute(0, 4, 1, 3, 7, 5, 6, 8, 2).reshape(n // 64, k // 64, 2048, 2)
     return parts[..., 0] | parts[..., 1] << 4
+
+
+def scales(held: torch.Tensor | None, none: torch.Tensor) -> tuple[torch.Tensor, int, int]:
+    """(scales, strides along rows and along k) as the kernels take them."""
+    if held is None:
+        return none, 0, 0
+    bits = held.view(torch.uint8) if held.dtype is E8M0 else held
+    rows, columns = bits.stride() if bits.dim() == 2 else (bits.stride(0), 0)
+    return bits, rows, columns
+
+
+def aligned(*tensors: torch.Tensor) -> bool:
+    """Whether TMA can fetch tiles of these on this device."""
+    ready = not tensors[0].is_cuda or capability(tensors[0].device) >= (9, 0)
+    return ready and all(t.data_ptr() % 16 == 0 and t.stride(0) % 16 == 0 for t in tensors)

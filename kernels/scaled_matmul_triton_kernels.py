@@ -205,7 +205,7 @@ def _added(acc, part, sa_ptr, sa_row, sa_group, sw_ptr, sw_row, sw_group, row, c
 @triton.jit
 def _finished(acc, sa_ptr, sa_row, sw_ptr, sw_row, z_ptr, z_row, sums_ptr, bias_ptr, m, n, M, N,
               F: tl.constexpr):  # fmt: skip
-    """The result of sums [BM, BN]: what does not change along k, and the bias."""
+    """The result of sums [BM, BN] in float32: what does not change along k, and the bias."""
     if F.zero != "" and not F.promote:
         z, rest = _zeros(z_ptr, z_row, 0, m, 0, M, 1, F)
         acc = _centred(acc, z, rest, sums_ptr, n, 0, N, 1, F, 0, False)
@@ -219,7 +219,7 @@ def _finished(acc, sa_ptr, sa_row, sw_ptr, sw_row, z_ptr, z_row, sums_ptr, bias_
         acc = tl.fma(acc, _rows(sa_ptr, sa_row, 0, m, 0, M, 1, F)[:, None], bias)
     elif F.bias:
         acc += bias
-    return acc.to(F.out)
+    return acc
 
 
 @triton.constexpr_function
@@ -238,23 +238,16 @@ def _placed(tile, M, N, BM: tl.constexpr, BN: tl.constexpr):
     return (band * 8 + inside % high) * BM, (inside // high) * BN
 
 
-@triton.jit(do_not_specialize=["M", "split", "sa_group", "z_group"])
-def product(
+@triton.jit
+def sums_of(
     a, a_stride, w, w_stride, sa_ptr, sa_row, sa_group, sw_ptr, sw_row, sw_group, z_ptr, z_row,
-    z_group, sums_ptr, bias_ptr, out_ptr, out_stride, M, N, K, split, F: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BS: tl.constexpr, PARTS: tl.constexpr,
-    STAGES: tl.constexpr, EVEN_K: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr,
-    PDL: tl.constexpr, ASM: tl.constexpr,
+    z_group, sums_ptr, row, column, w_row, M, N, K, begin, end, F: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, BS: tl.constexpr, STAGES: tl.constexpr,
+    EVEN_K: tl.constexpr, SWAP: tl.constexpr, TMA_A: tl.constexpr, TMA_W: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
-    """out[M, N]. Programs: tiles of the result x `split` parts of K; where PARTS is set their sums
-    go to out[split, M, N] for `sum_parts`. a and w are pointers, or where TMA is set descriptors;
-    of fragments w_stride is their padded K."""
-    if PARTS and PDL:
-        gdc_launch_dependents()
-    row, column = _placed(tl.program_id(0), M, N, BM, BN)
-    part = tl.program_id(1)
-    steps = tl.cdiv(K, BK)
-    share = tl.cdiv(steps, split)
+    """The sums of a tile, from step `begin` of BK columns to `end`: rows of a from `row` on, rows
+    of W from `column` on, which lie at `w_row` of w. Scales that change along k are in them."""
     # Columns of W that are fetched at once: a thread's 16 bytes hold 64 of 4 bits.
     BW: tl.constexpr = 64 if F.four and BS < 64 else BS
     WIDE_A: tl.constexpr = mantissa(F.a, F.wide)
@@ -267,18 +260,18 @@ def product(
     rows = row + tl.arange(0, BM)
     if F.zero != "" and F.promote and F.rows != "group":
         z, rest = _zeros(z_ptr, z_row, 0, rows, 0, M, 1, F)
-    for step in tl.range(part * share, tl.minimum(steps, (part + 1) * share), num_stages=STAGES):
+    for step in tl.range(begin, end, num_stages=STAGES):
         for j in tl.static_range(BK // BW):
             first = step * BK + j * BW
             if F.four:
-                wide = _fragments(w, column, first, w_stride, F, BN, BW // 64, ASM)
+                wide = _fragments(w, w_row, first, w_stride, F, BN, BW // 64, ASM)
             else:
-                wide = _tile(w, w_stride, column, first, K, N, WIDE_W, BN, BS, EVEN_K, TMA)
+                wide = _tile(w, w_stride, w_row, first, K, N, WIDE_W, BN, BS, EVEN_K, TMA_W)
             if BW > BS:
                 both = wide.reshape(BN, 2, BS).permute(0, 2, 1).split()
             for i in tl.static_range(BW // BS):
                 k = first + i * BS
-                x = _tile(a, a_stride, row, k, K, M, WIDE_A, BM, BS, EVEN_K, TMA)
+                x = _tile(a, a_stride, row, k, K, M, WIDE_A, BM, BS, EVEN_K, TMA_A)
                 y = both[i] if BW > BS else wide
                 if not F.promote:
                     acc = tl.dot(y, x.T, acc, out_dtype=SUMS) if SWAP else tl.dot(
@@ -308,6 +301,32 @@ def product(
                         acc = whole
                     else:
                         acc = term
+    return acc
+
+
+@triton.jit(do_not_specialize=["M", "split", "sa_group", "z_group"])
+def product(
+    a, a_stride, w, w_stride, sa_ptr, sa_row, sa_group, sw_ptr, sw_row, sw_group, z_ptr, z_row,
+    z_group, sums_ptr, bias_ptr, out_ptr, out_stride, M, N, K, split, F: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BS: tl.constexpr, PARTS: tl.constexpr,
+    STAGES: tl.constexpr, EVEN_K: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr,
+    PDL: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """out[M, N]. Programs: tiles of the result x `split` parts of K; where PARTS is set their sums
+    go to out[split, M, N] for `sum_parts`. a and w are pointers, or where TMA is set descriptors;
+    of fragments w_stride is their padded K."""
+    if PARTS and PDL:
+        gdc_launch_dependents()
+    row, column = _placed(tl.program_id(0), M, N, BM, BN)
+    part = tl.program_id(1)
+    steps = tl.cdiv(K, BK)
+    share = tl.cdiv(steps, split)
+    acc = sums_of(
+        a, a_stride, w, w_stride, sa_ptr, sa_row, sa_group, sw_ptr, sw_row, sw_group, z_ptr, z_row,
+        z_group, sums_ptr, row, column, column, M, N, K, part * share,
+        tl.minimum(steps, (part + 1) * share), F, BM, BN, BK, BS, STAGES, EVEN_K, SWAP, TMA, TMA,
+        ASM,
+    )  # fmt: skip
     if SWAP:
         acc = acc.trans(1, 0)
     m, n = row + tl.arange(0, BM), column + tl.arange(0, BN)
@@ -319,7 +338,7 @@ def product(
         out = _finished(
             acc, sa_ptr, sa_row, sw_ptr, sw_row, z_ptr, z_row, sums_ptr, bias_ptr, m, n, M, N, F
         )
-        tl.store(out_ptr + place, out, mask=mask)
+        tl.store(out_ptr + place, out.to(F.out), mask=mask)
 
 
 @triton.jit(do_not_specialize=["M", "split"])
@@ -342,7 +361,7 @@ def sum_parts(
         F,
     )  # fmt: skip
     place = m.to(tl.int64)[:, None] * out_stride + n[None, :]
-    tl.store(out_ptr + place, out, mask=(n < N)[None, :])
+    tl.store(out_ptr + place, out.to(F.out), mask=(n < N)[None, :])
 
 
 def compile_checks():

@@ -10,6 +10,7 @@ from torch.fx import Node
 
 from qinductor.contracts import FLOAT_CODES, QuantizedWeight, WeightFormat, short
 from qinductor.errors import Refused
+from qinductor.kernels.scaled_matmul import SCALED_MATMUL
 from qinductor.patterns.dequantised import Dequantised
 from qinductor.patterns.epilogues import Epilogue, Factor, known
 from qinductor.patterns.inserted import after
@@ -40,7 +41,7 @@ class Grid:
 class CodeProduct:
     """One product of codes.
 
-    a, weight  [M, K] and [K, N]
+    a, weight  [M, K] and [K, N]; of experts [E, M, K] or [T, K], and [E, K, N]
     start      its value, with the scales and the bias that the operator has taken itself
     group      elements along k that share a scale of a; 0: there is one; None: the epilogue tells
     grid       the scale of the weight; None: the epilogue tells
@@ -48,6 +49,9 @@ class CodeProduct:
     x          how the graph's own operand is made of `a`, where it does not multiply codes
     zero       zero points of a; None: there are none
     zeros      elements along k that share one; 0: there is one
+    operator   which takes the product
+    offsets    where each expert's rows end, of rows sorted by expert
+    choices    of rows of a, and of its scales, one after the other: the product is of those
     """
 
     a: Node
@@ -59,6 +63,20 @@ class CodeProduct:
     x: Dequantised | None = None
     zero: Node | None = None
     zeros: int = 0
+    operator: str = SCALED_MATMUL.name
+    offsets: Node | None = None
+    choices: tuple[Node, ...] = ()
+
+    @property
+    def experts(self) -> int:
+        """How many weights are stacked; 0: there is one."""
+        *stack, _, _ = self.weight.meta["val"].shape
+        return int(stack[0]) if stack else 0
+
+    @property
+    def axes(self) -> Axes:
+        """Those of the weight."""
+        return Axes(2, 1, 0) if self.experts else Axes(1, 0)
 
     @property
     def codes(self) -> torch.dtype:
@@ -76,14 +94,16 @@ class CodeProduct:
 
     @property
     def rows(self) -> int | None:
-        """M, unless it is symbolic."""
+        """M, unless it is symbolic, or that of each expert is known on the device alone."""
+        if self.experts:
+            return None
         m = self.start.source.meta["val"].shape[0]
         return m if isinstance(m, int) else None
 
     @property
     def sizes(self) -> tuple[int, int]:
         """(N, K). Refused if they are symbolic."""
-        k, n = self.weight.meta["val"].shape
+        k, n = self.weight.meta["val"].shape[-2:]
         if not isinstance(k, int) or not isinstance(n, int):
             raise Refused(f"the weight's sizes must be numbers; it is {describe(self.weight)}")
         return n, k
@@ -93,7 +113,7 @@ def product_of(node: Node, scope: Scope) -> CodeProduct:
     """What a node of `ANCHORS` multiplies, or Refused where no contract is of this form."""
     a, weight = node.args[:2]
     assert isinstance(a, Node) and isinstance(weight, Node)
-    k = weight.meta["val"].shape[0]
+    k = weight.meta["val"].shape[-2]
     # `_scaled_mm` is traced without a look at this: a symbolic size is k from here on.
     if isinstance(k, int) and a.meta["val"].shape[1] != k:
         raise Refused(f"x must be [M, {k}]; it is {describe(a)}")
@@ -202,6 +222,34 @@ def _product(
     return CodeProduct(a, weight, start, group, Grid(sb, bn, bk, axes_of), given["use_fast_accum"])
 
 
+def _scaled_grouped(node: Node, scope: Scope) -> CodeProduct:
+    given = _given(node)
+    a, weight, sa, sb, offsets = (
+        given[name] for name in ("self", "mat2", "scale_a", "scale_b", "offs")
+    )
+    ranks = [n.meta["val"].dim() for n in (a, weight)]
+    others = [name for name in ("bias", "scale_result") if given[name] is not None]
+    if ranks != [2, 3] or not isinstance(offsets, Node) or others:
+        raise Refused(
+            "a grouped product must be of x[T, K] with W[E, K, N] and offsets, without bias and "
+            f"scale_result; it is of {describe(a)} with {describe(weight)}"
+        )
+    (t, k), (experts, _, n) = a.meta["val"].shape, weight.meta["val"].shape
+    fp32 = all(scale.meta["val"].dtype is FP32 for scale in (sa, sb))
+    if not (fp32 and _is(sa.meta["val"].shape, t) and _is(sb.meta["val"].shape, experts, n)):
+        raise Refused(
+            f"scales must be fp32, one for each row: [T] and [{experts}, {n}]; they are "
+            f"{describe(sa)} and {describe(sb)}"
+        )
+    kinds = ((sa, "row"), (sb, "column"))
+    factors = tuple(Factor(scale, kind, not behind(scale, scope)[1]) for scale, kind in kinds)
+    start, grid = Epilogue(node, factors, inside=2, last=node), Grid(sb, 1, k)
+    return CodeProduct(
+        a, weight, start, k, grid, given["use_fast_accum"], operator="scaled_grouped_matmul",
+        offsets=offsets,
+    )  # fmt: skip
+
+
 def check_codes(product: CodeProduct) -> None:
     """Refused if codes are of no dtype that the contract has, or x's lie in columns."""
     weight = product.weight.meta["val"].dtype if product.x is None else None
@@ -216,9 +264,9 @@ def check_codes(product: CodeProduct) -> None:
         raise Refused(f"rows of x must be contiguous; its strides are {list(value.stride())}")
 
 
-def codes_of(region: Region, tensors: Sequence[torch.Tensor]) -> QuantizedWeight:
-    """The codes that a region makes, without a scale. Those that are stored in fewer bits are int4
-    if all are in its range."""
+def codes_of(region: Region, tensors: Sequence[torch.Tensor]) -> list[QuantizedWeight]:
+    """The codes that a region makes, of each expert if there are any, without a scale. Those that
+    are stored in fewer bits are int4 if all are in its range."""
     codes = region(tensors).contiguous().data
     n, k = codes.shape
     name = next((name for name, dtype in FLOAT_CODES.items() if dtype == codes.dtype), "int8")
@@ -226,15 +274,17 @@ def codes_of(region: Region, tensors: Sequence[torch.Tensor]) -> QuantizedWeight
     if name == "int8" and stored < 8 * n * k:
         low, high = map(int, codes.aminmax())
         name = "int4" if -8 <= low and high <= 7 else name
+    n = n // region.experts
     form = WeightFormat(
         codes=name, n=n, k=k, bn=n, bk=k, arithmetic="q", scale=None, zero=None,
         inner=FP32, compute=FP32, dtype=FP32,
     )  # fmt: skip
-    return QuantizedWeight(form, codes)
+    return [QuantizedWeight(form, part) for part in codes.split(n)]
 
 
 ANCHORS: dict[Any, Callable[[Node, Scope], CodeProduct]] = {
     aten._scaled_mm.default: _scaled,
     aten._scaled_mm_v2.default: _scaled_v2,
     aten._int_mm.default: _integers,
+    aten._scaled_grouped_mm.default: _scaled_grouped,
 }

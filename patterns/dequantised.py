@@ -22,12 +22,14 @@ from qinductor.errors import Refused
 from qinductor.patterns.chains import VALUE, Side, Step, rounding, run
 from qinductor.patterns.epilogues import NEAR, PROBES, known
 from qinductor.patterns.failures import FAILURES, said
+from qinductor.patterns.gathers import ids_of
 from qinductor.patterns.inserted import after
 from qinductor.patterns.whole import BYTE, ROUNDS, STORED, code_dtype, span
 from qinductor.patterns.zero_points import Given, dequantiser, stored
 from qinductor.regions import (
     FLOAT8,
     INTEGER,
+    MOVES,
     VIEWS,
     Scope,
     aten,
@@ -160,8 +162,8 @@ def has_codes(x: Node) -> bool:
 
 
 def dequantised(x: Node, k: int, scope: Scope) -> Dequantised:
-    """How x[M, k] is made of its codes, or Refused."""
-    m = x.meta["val"].shape[0]
+    """How x[M, k], or [E, M, k], is made of its codes, or Refused."""
+    m = math.prod(x.meta["val"].shape[:-1])
     found, steps = _Sides(m, k), list[Step]()
     path = _path(x)
     for (node, side), (inner, _) in zip(path, [*path[1:], path[-1]], strict=True):
@@ -335,7 +337,9 @@ def _is_zero(node: Node, scope: Scope) -> bool:
 
 def _is_power(node: Node, scope: Scope) -> bool:
     """Whether a scale takes powers of two alone: it is made of whole numbers that the graph has on
-    the way to it, and of nothing else."""
+    the way to it, and of nothing else but which of its rows are taken."""
+    while node.target in MOVES or ids_of(node) is not None:
+        node = node.args[0]  # type: ignore[assignment]
     for cut in reversed(behind(node, scope)[0]):
         value = cut.meta.get("val")
         if not isinstance(value, torch.Tensor) or cut is node or cut.op != "call_function":

@@ -1,6 +1,6 @@
 """Nodes that a pattern puts into a graph for its operator to take."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,13 +31,21 @@ def before(node: Node, like: Node) -> Emit:
 
 def after(node: Node, target: Any, *args: Any) -> Node:
     """target(node, *args) right behind the node, once for all that ask for it."""
-    for user in node.users:  # one of the graph's own may lie behind what is to take it
-        if OURS in user.meta and (user.target, user.args) == (target, (node, *args)):
+    return behind_all([node], target, node, *args)
+
+
+def behind_all(nodes: Sequence[Node], target: Any, *args: Any) -> Node:
+    """target(*args) right behind the last of the nodes, which are all that it takes; once for all
+    that ask for it."""
+    for user in nodes[0].users:  # one of the graph's own may lie behind what is to take it
+        if OURS in user.meta and (user.target, user.args) == (target, args):
             return user
-    value = node.meta["val"]
-    with node.graph.inserting_after(node), value.fake_mode:
-        made = node.graph.call_function(target, (node, *args))
-        made.meta = {**node.meta, "val": target(value, *args), OURS: True}
+    place = {node: i for i, node in enumerate(nodes[0].graph.nodes)} if len(nodes) > 1 else {}
+    last = max(nodes, key=lambda node: place.get(node, 0))
+    given = torch.fx.node.map_arg(args, lambda node: node.meta["val"])
+    with last.graph.inserting_after(last), last.meta["val"].fake_mode:
+        made = last.graph.call_function(target, args)
+        made.meta = {**nodes[0].meta, "val": target(*given), OURS: True}
     return made
 
 

@@ -16,6 +16,7 @@ from torch.fx import Node
 from qinductor.errors import Refused
 from qinductor.patterns.activation_formats.identify import battery
 from qinductor.patterns.activation_formats.sources import site_of
+from qinductor.patterns.code_experts import chosen_rows
 from qinductor.patterns.code_products import CodeProduct
 from qinductor.patterns.failures import FAILURES, said
 from qinductor.patterns.probe import GIVEN, Function, fixed, function
@@ -39,7 +40,10 @@ class Lost:
         if product.codes == codes.meta["val"].dtype or not span(codes, {}).nan:
             return
         reason = ""
-        for made in itertools.islice(_functions(codes, scale, scope), CUTS):
+        (codes, chosen), (held, others) = chosen_rows(codes), chosen_rows(scale)
+        if chosen != others:
+            codes, held = product.a, scale
+        for made in itertools.islice(_functions(codes, held, scope), CUTS):
             reason = self._reason(made)
             if not reason:
                 return

@@ -85,7 +85,7 @@ def is_quantized(side: Node, scope: Scope) -> bool:
     value = side.meta["val"]
     if value.dim() < 2 or not value.dtype.is_floating_point:
         return False
-    value = (_unexpanded(side) or side).meta["val"]
+    value = (unexpanded(side) or side).meta["val"]
     elements = math.prod(size for size in value.shape if isinstance(size, int))
     codes = [n for n in order if n.op != "call_function" and _holds_codes(n, elements)]
     sized = [n for n in order if n in scope.leaves and _has_codes_dtype(n)]
@@ -145,7 +145,7 @@ def product_of(node: Node, scope: Scope) -> Product:
     if chosen is not None:
         return _gathered(node, x, *chosen, turned)
     _check_own_batch(weight)
-    one = _unexpanded(weight)
+    one = unexpanded(weight)
     if one is not None:
         rank = one.meta["val"].dim()
         axes = Axes(rank - 2, rank - 1) if turned else Axes(rank - 1, rank - 2)
@@ -184,7 +184,7 @@ def _gathered(node: Node, x: Node, weight: Node, ids: Node, turned: bool) -> Pro
     return Product(node, weight, axes, (x, ids), None, "dequant_gathered_bmm", form)
 
 
-def _unexpanded(weight: Node) -> Node | None:
+def unexpanded(weight: Node) -> Node | None:
     """The one weight [K, N] or [1, K, N] that was broadcast along the batch, if it was."""
     *_, k, n = weight.meta["val"].shape
     node: object = weight

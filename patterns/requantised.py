@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,9 +11,10 @@ from torch.fx import Node
 
 from qinductor.contracts import FLOAT_CODES, QuantizedWeight, code_range, dequantize
 from qinductor.errors import Refused
-from qinductor.kernels.scaled_matmul import Operands, ScaledMatmul, reference
+from qinductor.kernels.scaled_matmul import SCALED_MATMUL, Operands, ScaledMatmul, reference
 from qinductor.oracle import LARGEST, Errors, errors
 from qinductor.patterns.chains import Side, Step, run
+from qinductor.patterns.code_experts import OPERATORS, chosen_rows, is_stack, offsets_of
 from qinductor.patterns.code_products import CodeProduct
 from qinductor.patterns.dequantised import POWERS, Making, dequantised, has_codes
 from qinductor.patterns.epilogues import PROBES, Epilogue, Factor, Roles
@@ -21,11 +22,14 @@ from qinductor.patterns.inserted import tensor_of
 from qinductor.patterns.products import check_factors, check_other_users, is_quantized, sides
 from qinductor.regions import Scope, aten, behind
 
-PLACES: dict[Any, int | None] = {aten.mm.default: None, aten.addmm.default: 0}  # of the bias
+PLACES: dict[Any, int | None] = {  # of the bias
+    aten.mm.default: None, aten.addmm.default: 0, **dict.fromkeys(OPERATORS),
+}  # fmt: skip
 # What the rms error may be, in eager's: it is measured on some rows, and on codes and scales that
 # are no activation's, so it is less than the product oracle allows on all.
 MEASURED = 1.25
 STRIPS = 4  # of rows of the weight that a product is measured on
+STACKED = 8  # of a stack of weights, how many are measured
 FP32 = torch.float32
 
 
@@ -34,6 +38,9 @@ def is_site(node: Node, scope: Scope) -> bool:
     if node.target not in PLACES:
         return False
     left, right = sides(node)
+    if node.target in OPERATORS and not is_stack(right, scope):
+        return False
+    left, _ = chosen_rows(left)
     return has_codes(left) and is_quantized(right, scope) and bool(behind(left, scope)[1])
 
 
@@ -44,7 +51,9 @@ def product_of(node: Node, scope: Scope) -> CodeProduct:
     bias = None if at is None else node.args[at]
     assert bias is None or isinstance(bias, Node)
     check_factors(node)
-    k = right.meta["val"].shape[0]
+    offsets = offsets_of(node)
+    left, choices = (left, ()) if offsets is None else chosen_rows(left)
+    k = right.meta["val"].shape[-2]
     x = dequantised(left, int(k), scope)
     order, _ = behind(right, scope)
     check_other_users(node, order, right.meta["val"].numel())
@@ -57,7 +66,10 @@ def product_of(node: Node, scope: Scope) -> CodeProduct:
     start = Epilogue(node, scales, bias, inside=len(scales), last=node)
     zero = None if x.zero is None else tensor_of(x.zero, torch.int32, node)
     group = x.making.group if scales else None
-    return CodeProduct(x.codes, right, start, group, x=x, zero=zero, zeros=x.making.zeros)
+    return CodeProduct(
+        x.codes, right, start, group, x=x, zero=zero, zeros=x.making.zeros,
+        operator=OPERATORS.get(node.target, SCALED_MATMUL.name), offsets=offsets, choices=choices,
+    )  # fmt: skip
 
 
 def on_codes(weight: QuantizedWeight) -> QuantizedWeight:
@@ -136,6 +148,13 @@ class Site:
         return re.sub(
             r"name='(\w+)'", lambda m: names.setdefault(m[1], f"name={len(names)}"), str(self)
         )
+
+    def check_all(self, operands: Sequence[Operands], weights: Sequence[QuantizedWeight]) -> None:
+        """`check` of the weight or, of a stack, of some as far apart as there are."""
+        last = len(weights) - 1
+        count = min(len(weights), STACKED)
+        for i in sorted({last * j // max(1, count - 1) for j in range(count)}):
+            self.check(operands[i], weights[i])
 
     def check(self, operands: Operands, weight: QuantizedWeight) -> None:
         """Refused if x is not its codes times their scale or, where it must be near, if the product

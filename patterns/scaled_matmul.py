@@ -27,6 +27,7 @@ from qinductor.errors import Refused
 from qinductor.kernels.scaled_matmul import SCALED_MATMUL, Operands, ScaledMatmul
 from qinductor.pattern import Lowering, Planner
 from qinductor.patterns import code_products, requantised
+from qinductor.patterns.code_experts import choose
 from qinductor.patterns.code_products import CODES, CodeProduct, Grid, check_codes, codes_of
 from qinductor.patterns.constants import check_constant, check_format
 from qinductor.patterns.epilogues import Epilogue, Roles, epilogues, known, prove, roles
@@ -67,41 +68,68 @@ class Parts:
 
     def read(
         self, tensors: Sequence[torch.Tensor], freed: Sequence[Any] | None = None
-    ) -> tuple[QuantizedWeight, tuple[int, int]]:
-        """(the weight that these leaves make, proved; evaluations on probes and of the whole).
-        `freed`: the operands of which it was proved to be one before its leaves were freed."""
+    ) -> tuple[list[QuantizedWeight], tuple[int, int]]:
+        """(the weights that these leaves make, proved, one for each expert if there are any;
+        evaluations on probes and of the whole). `freed`: the operands of which they were proved
+        to be some before their leaves were freed."""
         tensors = tensors[: len(self.weight.leaves)]
         if self.weight.dtype in CODES:
             return codes_of(self.weight, tensors), (0, 1)
         if freed is not None:
-            return freed[0].weight, (0, 0)
-        (weight,), evaluations = WEIGHTS(self.weight, tensors)
-        return weight, evaluations
+            return [operands.weight for operands in freed], (0, 0)
+        weights, evaluations = WEIGHTS(self.weight, tensors)
+        return _in_leaf(weights, tensors), evaluations
 
-    def operands(self, weight: QuantizedWeight, tensors: Sequence[torch.Tensor]) -> Operands:
-        """The operands for these leaves. Codes may be a leaf's own memory, scales never are: when
-        the model is gone, what was packed of it goes with them."""
-        weight, start = on_codes(weight), len(self.weight.leaves)
-        n, k = self.weight.shape
+    def operands(
+        self, weights: Sequence[QuantizedWeight], tensors: Sequence[torch.Tensor]
+    ) -> tuple[Operands, ...]:
+        """The operands for these leaves, of each weight. Codes may be a leaf's own memory, scales
+        never are: when the model is gone, what was packed of it goes with them."""
+        weights, start = [on_codes(weight) for weight in weights], len(self.weight.leaves)
+        n, k = weights[0].format.n, weights[0].format.k
         if self.scale is not None:
-            if weight.scale is not None:
+            if weights[0].scale is not None:
                 raise Refused(
-                    f"the weight must be scaled once; it has a {weight.format.granularity} scale, "
-                    "and its product one more"
+                    f"the weight must be scaled once; it has a {weights[0].format.granularity} "
+                    "scale, and its product one more"
                 )
             (bn, bk), end = self.blocks, start + len(self.scale.leaves)
             found, start = self.scale(tensors[start:end]), end
-            scale = found[:, : -(-k // bk)].expand(-(-n // bn), -(-k // bk)).clone()
+            found, rows = found[:, : -(-k // bk)], -(-n // bn)
+            parts = found.chunk(len(weights)) if len(weights) > 1 else [found]
+            scales = [part.expand(rows, -(-k // bk)).clone().contiguous() for part in parts]
             form = dataclasses.replace(
-                weight.format, bn=bn, bk=bk, arithmetic="q*s", scale=scale.dtype
+                weights[0].format, bn=bn, bk=bk, arithmetic="q*s", scale=found.dtype
             )
-            weight = QuantizedWeight(form, weight.codes, scale.contiguous())
+            weights = [
+                QuantizedWeight(form, weight.codes, scale)
+                for weight, scale in zip(weights, scales, strict=True)
+            ]
         if self.sums is not None:
             end = start + len(self.sums.leaves)
-            check_sums(self.sums(tensors[start:end]), weight.codes)
+            check_sums(self.sums(tensors[start:end]), weights[0].codes)
             start = end
         bias = None if self.bias is None else self.bias(tensors[start:]).reshape(-1).clone()
-        return Operands(weight, bias)
+        return tuple(Operands(weight, bias) for weight in weights)
+
+
+def _in_leaf(
+    weights: list[QuantizedWeight], leaves: Sequence[torch.Tensor]
+) -> list[QuantizedWeight]:
+    """The weights of experts, their codes in the memory of the leaf that holds just these, if one
+    does: a stack is large."""
+    first = weights[0].codes
+    for leaf in leaves:
+        same = leaf.dtype == first.dtype and leaf.numel() == first.numel() * len(weights)
+        if len(weights) > 1 and same and leaf.is_contiguous() and not leaf.is_meta:
+            parts = leaf.detach().data.view(len(weights), *first.shape)
+            pairs = zip(parts, weights, strict=True)
+            if all(torch.equal(a.view(torch.uint8), w.codes.view(torch.uint8)) for a, w in pairs):
+                return [
+                    dataclasses.replace(weight, codes=part)
+                    for part, weight in zip(parts, weights, strict=True)
+                ]
+    return weights
 
 
 class ScaledMatmulPattern:
@@ -146,7 +174,7 @@ class ScaledMatmulPattern:
         of_codes = node.target in code_products.ANCHORS
         product = (code_products if of_codes else requantised).product_of(node, scope)
         check_codes(product)
-        weight = _region("weight", product.weight, Axes(1, 0), scope)
+        weight = _region("weight", product.weight, product.axes, scope)
         if product.grid is not None:
             check_constant("weight's scale", *behind(product.grid.node, scope), scope)
         epilogue, found = _scaling(product, scope)
@@ -161,35 +189,36 @@ class ScaledMatmulPattern:
         freed = scope.known(weight)
         read_as, evaluations = parts.read(values, freed)
         operands = parts.operands(read_as, values)
-        contract = _contract(product, epilogue, found, operands)
+        contract = _contract(product, epilogue, found, operands[0])
         if product.zeros and product.zeros != contract.group:
             raise Refused(f"x must have a zero point for each scale; {contract.summary}")
+        inputs = _inputs(product, found, contract)
         site = requantised.Site.of(product, epilogue, found, contract, self.near)
-        site.check(operands, read_as)
+        site.check_all(operands, read_as)
 
         def read(
             tensors: Sequence[torch.Tensor], freed: Sequence[Any] | None
         ) -> tuple[Operands, ...]:
             read_as, _ = parts.read(tensors, freed)
             operands = parts.operands(read_as, tensors)
-            check_format(operands.weight, contract.weight)
-            site.check(operands, read_as)
-            return (operands,)
+            check_format(operands[0].weight, contract.weight)
+            site.check_all(operands, read_as)
+            return operands
 
         return Proved(
             product=node,
             value=epilogue.last,
-            inputs=tuple(filter(None, (product.cast(), found.activation.node, product.zero))),
+            inputs=inputs,
             regions=parts.regions,
             contract=contract,
-            operands=(operands,),
+            operands=operands,
             evaluations=evaluations,
             read=read,
             m=product.rows,
-            operator=SCALED_MATMUL.name + "_zero" * (contract.zero is not None),
+            operator=product.operator + "_zero" * (contract.zero is not None),
             text=site.text,
-            alone=freed is not None,
-            views=_views(product, epilogue, found, contract),
+            alone=freed is not None or product.experts > 0,
+            views=_views(product, epilogue, inputs, contract),
         )
 
 
@@ -200,6 +229,8 @@ def _scaling(product: CodeProduct, scope: Scope) -> tuple[Epilogue, Roles]:
         raise Refused(f"x must vary from call to call; {describe(product.a)} is constant")
     reasons = []
     each = [(e, following) for e, following in epilogues(product.start, scope) if not e.widens]
+    if product.experts:  # what follows is one for all of them
+        each = [(e, f) for e, f in each if len(e.factors) == e.inside and e.bias is None]
     for epilogue, following in reversed(each):
         found, out = roles(epilogue, behind_a), epilogue.last.meta["val"].dtype
         if found is None:
@@ -268,21 +299,35 @@ def _contract(
         bias=None if operands.bias is None else operands.bias.dtype,
         fast=product.fast,
         zero=None if product.zero is None else product.zero.meta["val"].dtype,
+        experts=product.experts,
     )
 
 
+def _inputs(product: CodeProduct, found: Roles, contract: ScaledMatmul) -> tuple[Node, ...]:
+    """What the operator takes: codes, scale, zero point, offsets."""
+    codes, scale, k = product.cast(), found.activation.node, contract.weight.k
+    if product.choices:
+        codes = choose(codes, [-1, k], product.choices)
+        if contract.group:
+            scale = choose(scale, [-1, -(-k // contract.group)], product.choices)
+    return tuple(filter(None, (codes, scale, product.zero, product.offsets)))
+
+
 def _views(
-    product: CodeProduct, epilogue: Epilogue, found: Roles, contract: ScaledMatmul
+    product: CodeProduct, epilogue: Epilogue, inputs: Sequence[Node], contract: ScaledMatmul
 ) -> tuple[Sequence[int | Node] | None, ...]:
     """How codes, scale and result are to be viewed."""
-    k = contract.weight.k
-    flat = product.a.meta["val"].dim() == 2 and known(product.a.meta["val"].shape[1], k)
-    same = epilogue.last.meta["val"].dim() == 2
-    scales = []
-    for node in filter(None, (found.activation.node, product.zero)):
+    k, lead = contract.weight.k, [-1]
+    if product.operator == "scaled_bmm":
+        lead = [contract.experts, -1]
+    codes, *others = inputs
+    flat = codes.meta["val"].dim() == len(lead) + 1 and known(codes.meta["val"].shape[-1], k)
+    same = epilogue.last.meta["val"].dim() == len(lead) + 1
+    views: list[Sequence[int | Node] | None] = [None if flat else [*lead, k]]
+    for node in others:
         shape = node.meta["val"].shape
         one = node is product.zero and all(known(1, size) for size in shape)
-        wanted = [-1, -(-k // contract.group)] if contract.group and not one else [1]
+        wanted = [*lead, -(-k // contract.group)] if contract.group and not one else [1]
         fits = len(shape) == len(wanted) and known(shape[-1], wanted[-1])
-        scales.append(None if fits else wanted)
-    return None if flat else [-1, k], *scales, None if same else epilogue.sizes
+        views.append(None if fits or node is product.offsets else wanted)
+    return *views, None if same else epilogue.sizes

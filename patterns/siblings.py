@@ -151,7 +151,9 @@ def _lowering(
 
     def packed(found: Sequence[tuple[Any, ...]]) -> dict[str, torch.Tensor]:
         operands = found[0] if not several else (joined([one for (one,) in found], contract),)
-        return plan.pack(op, contract, operands if _experts(contract) else operands[0])
+        if not _experts(contract):
+            return plan.pack(op, contract, operands[0])
+        return in_place(plan.pack(op, contract, operands), operands)
 
     readers = [(len(site.leaves), site.read, site.contract.weight) for site in sites]
 
@@ -182,6 +184,23 @@ def _lowering(
         parts=tuple(site.part for site in sites if several),
         views=(*start.views[:-1], None) if several and start.views else start.views,
     )
+
+
+def in_place(tensors: dict[str, torch.Tensor], operands: Sequence[Any]) -> dict[str, torch.Tensor]:
+    """Packed tensors of experts; codes that are packed as they are, in the memory that they have
+    where that is one, as the model's own often is."""
+    first, packed = operands[0].weight.codes, tensors.get("codes")
+    apart = first.numel() * first.itemsize
+    if packed is None or packed.dtype != first.dtype or packed.shape[1:] != first.shape:
+        return tensors
+    for i, part in enumerate(operands):
+        codes = part.weight.codes
+        same = codes.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not (
+            same and codes.is_contiguous() and codes.data_ptr() == first.data_ptr() + i * apart
+        ):
+            return tensors
+    return tensors | {"codes": first.as_strided(packed.shape, packed.stride())}
 
 
 def _experts(contract: Any) -> int:

@@ -202,6 +202,7 @@ RULES: dict[Any, Callable[[Node, Of], Span]] = {
     **dict.fromkeys((aten.full.default, aten.full_like.default), _filled),
     **dict.fromkeys((aten.zeros.default, aten.zeros_like.default), lambda node, of: of(0)),
     **dict.fromkeys((aten.ones.default, aten.ones_like.default), lambda node, of: of(1)),
+    **dict.fromkeys((aten.index.Tensor, aten.index_select.default), _kept),
     aten.neg.default: lambda node, of: _turned(of(node.args[0])),
     aten.scalar_tensor.default: lambda node, of: of(node.args[0]),
     aten.where.self: _chosen,

@@ -46,7 +46,7 @@ class Provider(Protocol):
                                  choose. A text has no blank, comma, colon or @. The packed tensors
                                  are those of every config. `run` takes one more argument, `config`
     batched, grouped             `run` for all experts at once, of stacked packed tensors:
-                                 `dequant_matmul_experts` calls them
+                                 `dequant_matmul_experts` and `scaled_matmul_experts` call them
     """
 
     name: str

@@ -24,6 +24,12 @@ _MODULES = {
     "quantize_triton": ("quantize_triton_numbers", "quantize_triton_kernels"),
     "router_triton": ("quantize_triton_numbers", "router_triton_kernels"),
     "scaled_matmul_triton": ("scaled_matmul_triton_kernels",),
+    "scaled_matmul_triton_groups": (
+        "dequant_matmul_triton_decode",
+        "dequant_matmul_triton_kernels",
+        "scaled_matmul_triton_kernels",
+        "scaled_matmul_triton_groups_kernels",
+    ),
     "sgl_moe_matmul_triton": ("sgl_moe_matmul_kernels",),
     "sgl_moe_rows": ("sgl_moe_rows_kernels",),
 }

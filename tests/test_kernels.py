@@ -660,10 +660,11 @@ def test_the_weight_alone(chosen):
 SAMPLES = list(samples())
 
 
-# Operators whose samples are in test_scaled_matmul.py, test_quantize_triton.py, test_router.py and
-# test_sgl_*.py.
+# Operators whose samples are in test_scaled_matmul.py, test_scaled_matmul_experts.py,
+# test_quantize_triton.py, test_router.py and test_sgl_*.py.
 ELSEWHERE = {
-    "scaled_matmul", "scaled_matmul_zero", "quantize", "sgl_per_token_group_quant_8bit",
+    "scaled_matmul", "scaled_matmul_zero", "scaled_grouped_matmul", "scaled_bmm", "quantize",
+    "sgl_per_token_group_quant_8bit",
     "sgl_per_tensor_quant_fp8", "sgl_per_token_quant_fp8", "fp8_scaled_mm", "int8_scaled_mm",
     "fp8_blockwise_scaled_mm", "bmm_fp8", "bmm_fp8.out", "fp8_gemm_nt", "router",
     "dsv3_router_gemm", "dsv3_fused_a_gemm", "dsv3_fused_a_gemm.out", "shuffle_rows",
