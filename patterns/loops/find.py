@@ -152,13 +152,15 @@ def _added(
 
 def used_elsewhere(loop: Loop, inside: set[Node]) -> Node | None:
     """What reads a part of a loop and is none, but for checks of how many rows there are."""
-    stack = [user for turn in loop.turns[:-1] for user in turn.node.users]
-    stack += [user for node in inside if node is not loop.result for user in node.users]
+    own = {node for turn in loop.turns for node in turn.own}
+    results = [(user, own) for turn in loop.turns[:-1] for user in turn.node.users]
+    parts = [(user, inside) for node in inside if node is not loop.result for user in node.users]
+    stack = results + [(user, may) for user, may in parts if user not in own]
     while stack:
-        user = stack.pop()
-        if user.target in VIEWS and not unknown(user):  # of the result
-            stack.extend(user.users)
-        elif user not in inside and not checks(user):
+        user, may = stack.pop()
+        if may is own and user.target in VIEWS and not unknown(user):
+            stack.extend((other, own) for other in user.users)
+        elif user not in may and not checks(user):
             return user
     return None
 

@@ -18,7 +18,7 @@ from qinductor.errors import Refused
 from qinductor.patterns.inserted import before
 from qinductor.patterns.loops.choices import Choices
 from qinductor.patterns.loops.find import Loop
-from qinductor.patterns.loops.rows import PRODUCTS, axis_of, check_rows, resized
+from qinductor.patterns.loops.rows import PRODUCTS, axis_of, check_rows, read_of, resized
 from qinductor.patterns.loops.turns import Chain, Each
 from qinductor.patterns.products import check_factors
 from qinductor.regions import Scope, aten, behind, describe, prims
@@ -132,9 +132,10 @@ class Grouped:
         if step.target in PRODUCTS:
             return self._product(step)
         check_rows(step, self.chain)
-        args: Any = step.args
-        if step.target is aten.index.Tensor:
-            return self._read(step, args[0], args[1])
+        read = read_of(step)
+        if read is not None:
+            return self._read(step, *read)
+        args: Any
         args, kwargs = torch.fx.node.map_arg(
             (resized(step), dict(step.kwargs)), lambda node: self._argument(step, node)
         )

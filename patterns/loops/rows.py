@@ -1,4 +1,4 @@
-"""Operators that compute each row of a turn by itself: which axis rows lie along, and what is kept."""
+"""Operators that compute each row of a turn by itself, and along which axis rows lie."""
 
 import math
 from typing import Any
@@ -63,7 +63,7 @@ def _is_by_rows(step: Node, chain: Chain) -> bool:
     args: Any = step.args
     axis = axis_of(step)
     inner = [n for n in step.all_input_nodes if n in chain.steps]
-    if target is aten.index.Tensor:
+    if read_of(step) is not None:
         return _is_read(step, chain, axis)
     if not inner:
         return False
@@ -74,7 +74,7 @@ def _is_by_rows(step: Node, chain: Chain) -> bool:
         return True
     if target in OVER:
         place = OVER[target]
-        over = args[place] if len(args) > place else step.kwargs.get("dim", 0)
+        over: Any = args[place] if len(args) > place else step.kwargs.get("dim", 0)
         rank = _rank(first)
         axes = [a % rank for a in (over if isinstance(over, (list, tuple)) else [over])]
         return bool(axes) and all(axis_of(n) not in axes for n in inner)
@@ -98,10 +98,22 @@ def _is_view(source: Node, before: int, step: Node, after: int) -> bool:
     return not outer and math.prod(old[:before]) == math.prod(new[:after])
 
 
+def read_of(step: Node) -> tuple[Node, list[Node | None]] | None:
+    """(a table, what chooses from each of its axes) of what reads entries of one; else None."""
+    args: Any = step.args
+    if step.target is aten.index.Tensor:
+        return args[0], list(args[1])
+    if step.target is aten.index_select.default:
+        axis = args[1] % args[0].meta["val"].dim()
+        return args[0], [*(None for _ in range(axis)), args[2]]
+    return None
+
+
 def _is_read(step: Node, chain: Chain, axis: int) -> bool:
     """Whether rows of a table are read, by numbers of rows alone, which lie side by side."""
-    args: Any = step.args
-    table, chosen = args
+    read = read_of(step)
+    assert read is not None
+    table, chosen = read
     if table in chain.steps:
         return False
     at = [i for i, node in enumerate(chosen) if node is not None]
