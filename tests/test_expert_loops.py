@@ -166,12 +166,12 @@ def check(module: torch.nn.Module, *args: torch.Tensor, products: int = 2, **opt
 
 
 def selected(m: Any, x: torch.Tensor, ids: torch.Tensor, wt: torch.Tensor) -> torch.Tensor:
-    """Without brackets."""
-    out = torch.zeros_like(x)
+    """Without brackets, which fake CUDA tensors do not take."""
+    out, read = torch.zeros_like(x), torch.ops.aten.index.Tensor
     for e in range(E):
         t, k = torch.where(ids == e)
-        w = wt.flatten().index_select(0, t * K + k).unsqueeze(-1)
-        out = out.index_add(0, t, m.expert(x.index_select(0, t), e) * w)
+        w = read(wt.flatten(), [t * K + k]).unsqueeze(-1)
+        out = out.index_add(0, t, m.expert(read(x, [t]), e) * w)
     return out
 
 
@@ -180,9 +180,16 @@ def test_formats(kind):
     check(Experts(where, kind), *arguments(9))
 
 
-@pytest.mark.parametrize("kind", ["int4", "fp8_rows", "fp8_blocks"])
+def test_the_graph_for_a_gpu():
+    found = check(Experts(selected, bias=True), *arguments(9), target="sm_90")
+    assert all("triton.mma" in site.provider for site in found.report.sites), str(found.report)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
 def test_formats_on_a_gpu(kind):
-    check(Experts(selected, kind, bias=True), *arguments(9), target="sm_90")
+    report = qinductor.explain(Experts(where, kind), *arguments(9), options={"target": "sm_90"})
+    assert [site.lowered for site in report.sites] == [True, True], str(report)
+    assert all(f"{E} experts" in site.contract for site in report.sites), str(report)
 
 
 @pytest.mark.parametrize("bias", [False, True])
