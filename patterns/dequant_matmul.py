@@ -125,7 +125,7 @@ class DequantMatmulPattern:
         """The lowering of one product, and of those that are computed with it; or Refused."""
         lower = Siblings(
             DEQUANT_MATMUL,
-            lambda node: _proved(node, scope),
+            lambda node: proved(node, scope),
             lambda node: sides(node)[0] if self._is_site(node, scope) else None,
             planner,
         )
@@ -140,7 +140,7 @@ class DequantMatmulPattern:
         return bool(known) and any(is_quantized(side, scope) for side in sides(node))
 
 
-def _proved(node: Node, scope: Scope) -> Proved:
+def proved(node: Node, scope: Scope) -> Proved:
     """What one product was proved to be, or Refused."""
     product = product_of(node, scope)
     parts, scaled = _parts(product, scope)
@@ -213,6 +213,8 @@ def _bias(product: Product, scope: Scope) -> Region:
     allowed = [(n,), (1, n), (1,), *((1, 1, n) for _ in batch)]
     if product.axes.expert is not None:
         allowed += [(e, 1, n) for e in batch]
+    if product.operator == "dequant_grouped_matmul":
+        allowed = [(product.weight.meta["val"].shape[0], n)]
     if shape not in allowed:
         raise Refused(f"the bias must have shape [{n}]; it has {list(shape)}")
     if bias.meta["val"].dtype != out.dtype:

@@ -11,6 +11,7 @@ from torch.fx import Node
 from qinductor.errors import Refused
 from qinductor.patterns.gathers import gathered
 from qinductor.patterns.weight_formats.inner import codes_within
+from qinductor.patterns.weight_formats.pieces import stacked
 from qinductor.regions import (
     CODED,
     FLOAT8,
@@ -81,6 +82,9 @@ def is_quantized(side: Node, scope: Scope) -> bool:
     chosen = chosen_from(side, scope)
     if chosen is not None:
         side = chosen[0]
+    pieces = stacked(side)
+    if pieces:
+        return all(is_quantized(piece, scope) for piece in pieces)
     order, varying = behind(side, scope)
     value = side.meta["val"]
     if value.dim() < 2 or not value.dtype.is_floating_point:
@@ -159,12 +163,13 @@ def _grouped(node: Node, x: Node, weight: Node) -> Product:
     """A product of rows sorted by expert with a stack of weights."""
     offsets, bias = (node.args[i] if len(node.args) > i else None for i in (2, 3))
     ranks = [n.meta["val"].dim() for n in (x, weight)]
-    if ranks != [2, 3] or not isinstance(offsets, Node) or bias is not None:
+    if ranks != [2, 3] or not isinstance(offsets, Node):
         raise Refused(
-            "a grouped product must be of x[T, K] with W[E, K, N] and offsets, without bias; it is "
-            f"of {describe(x)} with {describe(weight)}"
+            "a grouped product must be of x[T, K] with W[E, K, N] and offsets; it is of "
+            f"{describe(x)} with {describe(weight)}"
         )
-    return Product(node, weight, Axes(2, 1, 0), (x, offsets), None, "dequant_grouped_matmul")
+    assert bias is None or isinstance(bias, Node)
+    return Product(node, weight, Axes(2, 1, 0), (x, offsets), bias, "dequant_grouped_matmul")
 
 
 def chosen_from(side: Node, scope: Scope) -> tuple[Node, Node] | None:

@@ -184,7 +184,7 @@ MISSES: list[tuple[Callable, Callable, Callable | None, str]] = [
      None, r"a stack of \[3\] weights is broadcast along a batch \[6\]"),
     (grouped_of_stacks,
      lambda r: {"codes": r.integers(-128, 128, 2, N, K, dtype=torch.int8), "scale": r.scales(1)},
-     None, r"must be of x\[T, K\] with W\[E, K, N\] and offsets, without bias; it is of bf"),
+     None, r"must be of x\[T, K\] with W\[E, K, N\] and offsets; it is of bf"),
     (float64, int4, None, r"x must be bf16, fp16 or fp32; it is fp64"),
 ]  # fmt: skip
 
