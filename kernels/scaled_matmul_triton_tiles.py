@@ -61,7 +61,7 @@ CENTRED = {
 # Of rows sorted by expert W is the left operand, whatever their number: an expert with fewer rows
 # than a tile has takes a half of it, or a quarter.
 _GROUPS = {
-    8: [(16, 128, 128, 4, 4), (16, 64, 128, 4, 6), (16, 128, 256, 4, 3), (16, 64, 256, 4, 4),
+    8: [(16, 128, 256, 4, 3), (16, 128, 128, 4, 4), (16, 64, 128, 4, 6), (16, 64, 256, 4, 4),
         (16, 128, 256, 8, 3)],
     24: [(32, 128, 128, 4, 4), (32, 64, 128, 4, 6), (32, 128, 256, 8, 3), (32, 64, 256, 4, 4)],
     64: [(64, 128, 128, 8, 4), (64, 64, 128, 4, 4), (64, 128, 128, 4, 4), (32, 128, 128, 4, 4)],
@@ -69,17 +69,23 @@ _GROUPS = {
            (128, 128, 128, 8, 3)],
 }  # fmt: skip
 _NIBBLE_GROUPS = {
-    8: [(16, 128, 256, 4, 3), (16, 64, 256, 4, 4), (16, 128, 128, 4, 5), (16, 128, 256, 8, 4)],
+    8: [(16, 128, 128, 4, 5), (16, 128, 256, 4, 3), (16, 64, 256, 4, 4), (16, 128, 256, 8, 4)],
     24: [(32, 128, 256, 4, 3), (32, 64, 256, 4, 4), (32, 128, 128, 4, 4), (32, 128, 256, 8, 3)],
-    64: [(64, 64, 128, 4, 4), (64, 128, 128, 8, 4), (64, 128, 128, 4, 4), (64, 128, 256, 8, 3)],
+    64: [(64, 128, 128, 4, 4), (64, 64, 128, 4, 4), (64, 128, 128, 8, 4), (64, 128, 256, 8, 3)],
     MANY: [(128, 64, 128, 4, 4), (128, 128, 128, 8, 4), (128, 128, 128, 8, 3),
            (64, 128, 128, 8, 4)],
 }  # fmt: skip
+# Sums of 128 columns are added up outside of tensor cores.
+_ADDED_GROUPS = {
+    **_GROUPS,
+    MANY: [(64, 128, 128, 8, 4), (128, 64, 128, 4, 4), (128, 128, 128, 8, 3)],
+}
 # Sums of slices of fewer than 128 columns.
 _SLICED_GROUPS = {
-    **_GROUPS,
-    64: [(64, 64, 128, 4, 4), (32, 128, 128, 4, 4), (32, 64, 128, 4, 4)],
-    MANY: [(128, 64, 128, 8, 4), (64, 64, 128, 4, 4), (128, 64, 128, 8, 3)],
+    8: [(16, 128, 128, 4, 4), (16, 128, 256, 4, 3), (16, 64, 128, 4, 6)],
+    24: _GROUPS[24],
+    64: [(32, 128, 128, 4, 4), (32, 64, 128, 4, 4), (64, 64, 128, 4, 4)],
+    MANY: [(64, 64, 128, 4, 4), (128, 64, 128, 8, 4), (128, 64, 128, 8, 3)],
 }
 FILLED = 2 * 132  # programs that an H200's multiprocessors want
 
@@ -177,7 +183,7 @@ def heuristic(contract: ScaledMatmul, m: int) -> Config:
 @functools.cache
 def of_groups(contract: ScaledMatmul, mean: int) -> tuple[Config, ...]:
     """Configs for rows sorted by expert, of which each has so many on average, best guess first."""
-    table = _SLICED_GROUPS if 0 < slice_of(contract) < PROMOTED else _GROUPS
+    table = {0: _GROUPS, PROMOTED: _ADDED_GROUPS}.get(slice_of(contract), _SLICED_GROUPS)
     table = _NIBBLE_GROUPS if four(contract) else table
     found = next(tiles for limit, tiles in table.items() if mean <= limit)
     most = 128 if four(contract) and slice_of(contract) < 64 else 256

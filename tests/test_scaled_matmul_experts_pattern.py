@@ -303,7 +303,9 @@ def floats_sorted_last(m: Holder, x: Tensor, order: Tensor, offsets: Tensor) -> 
 
 
 @pytest.mark.parametrize(
-    "order", [floats_sorted_first, floats_codes_sorted, floats_sorted_last], ids=str
+    "order",
+    [floats_sorted_first, floats_codes_sorted, floats_sorted_last],
+    ids=lambda f: f.__name__,
 )
 def test_codes_that_are_whole_numbers_in_floats(order: Callable) -> None:
     module = layer("int8 token", "int8 row")
