@@ -40,7 +40,8 @@ def is_site(node: Node, scope: Scope) -> bool:
     left, right = sides(node)
     if node.target in OPERATORS and not is_stack(right, scope):
         return False
-    left, _ = chosen_rows(left)
+    if node.target is aten._grouped_mm.default:
+        left, _ = chosen_rows(left)
     return has_codes(left) and is_quantized(right, scope) and bool(behind(left, scope)[1])
 
 

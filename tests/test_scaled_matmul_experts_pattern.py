@@ -634,6 +634,15 @@ def test_weights_that_are_no_stack_of_codes() -> None:
     assert not [site for site in report.sites if "matmul" in site.pattern]
 
 
+def test_rows_that_are_chosen_for_one_weight_are_the_other_familys() -> None:
+    def function(m: Holder, x: Tensor, order: Tensor) -> Tensor:
+        return by_group(K)(m, x).to(BF16)[order] @ (m.w[0].float() * m.s[0]).to(BF16).mT
+
+    given = Random(1).normal(4, K), torch.tensor([1, 2, 0, 0, 3])
+    sites = rewritten(lambda: changed(function), *given).report.sites
+    assert [s.pattern for s in sites if "matmul" in s.pattern] == ["dequant_matmul"]
+
+
 def test_weights_that_are_chosen_are_the_other_familys() -> None:
     def function(m: Holder, x: Tensor, ids: Tensor) -> Tensor:
         return torch.bmm(by_group(K)(m, x), m.made(m)[ids].mT)
