@@ -7,7 +7,7 @@
 
 Probed: which tokens each turn takes, as a function of the choices. Compared: the turns, operator by
 operator; each row must be computed by itself. Proved: the weight of every expert, bit for bit. A
-loop is lowered whole, or stays as it is: its sizes are then no secret of the device.
+loop is lowered whole, or stays as it is.
 """
 
 from collections.abc import Iterator
