@@ -7,7 +7,7 @@
 
 Probed: which tokens each turn takes, as a function of the choices. Compared: the turns, operator by
 operator; each row must be computed by itself. Proved: the weight of every expert, bit for bit. A
-loop is lowered whole, or stays as it is: its sizes are then no secret of the device.
+loop is lowered whole, or stays as it is.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,15 @@ from qinductor.kernels.dequant_matmul import DEQUANT_MATMUL
 from qinductor.pattern import Lowering, Planner
 from qinductor.patterns.dequant_matmul import proved
 from qinductor.patterns.loops.choices import choices_of
-from qinductor.patterns.loops.find import Loop, Values, checks, loops, unknown, used_elsewhere
+from qinductor.patterns.loops.find import (
+    Loop,
+    Values,
+    again,
+    checks,
+    loops,
+    unknown,
+    used_elsewhere,
+)
 from qinductor.patterns.loops.grouped import Grouped
 from qinductor.patterns.loops.rows import PRODUCTS
 from qinductor.patterns.loops.turns import Chain, chain_of
@@ -43,10 +51,9 @@ class ExpertLoopsPattern:
         values = Values(graph)
         for loop in list(loops(graph, values)):
             found = _Found(loop, values)
-            if found.multiplies:
-                for node in found.sites:
-                    node.meta[FOUND] = found
-                    yield node
+            for node in found.sites:
+                node.meta[FOUND] = found
+                yield node
 
     def lower(self, node: Node, scope: Scope, planner: Planner) -> Lowering:
         """The lowering of the product of all turns, once all of the loop's are proved."""
@@ -71,22 +78,20 @@ class _Found:
 
     def __init__(self, loop: Loop, values: Values) -> None:
         self.loop, self.values = loop, values
-        self.chain: Chain | None = None
         self.reason: str | None = None
+        self.sites: list[Node] = []
         self.lowerings: dict[Node, Lowering] = {}
         try:
-            self.chain = chain_of(loop, values)
+            self.sites += [n for n in chain_of(loop, values).steps if n.target in PRODUCTS]
         except Refused as refusal:
             self.reason = refusal.reason
-        self.sites = [n for n in self.chain.steps if n.target in PRODUCTS] if self.chain else []
-        self.multiplies = bool(self.sites) or self.reason is not None
-        self.sites = self.sites or [loop.result]
+            self.sites.append(loop.result)
 
     def lower(self, scope: Scope, planner: Planner) -> None:
         """Puts the grouped form in place of the loop. Refused, with the graph unchanged, where one
         of its products cannot be lowered."""
-        loop, chain = self.loop, self.chain
-        assert chain is not None
+        loop = again(self.loop, self.values)
+        chain = chain_of(loop, self.values)
         _check_weights(chain, scope)
         other = used_elsewhere(loop, chain.inside)
         if other is not None:
@@ -96,7 +101,7 @@ class _Found:
             )
         if len({turn.adds for turn in loop.turns}) > 1:
             raise Refused("turns of the loop differ in how they add")
-        grouped = Grouped(loop, chain, choices_of(loop, chain, self.values, scope), scope)
+        grouped = Grouped(loop, chain, choices_of(loop, chain, self.values), scope)
         lower = Siblings(
             DEQUANT_MATMUL, lambda node: proved(node, scope), lambda node: sides(node)[0], planner
         )

@@ -208,8 +208,9 @@ def served(module: torch.nn.Module, sizes: tuple[int, ...], dtype: torch.dtype =
 
 def test_served_for_any_number_of_tokens():
     served(Experts(mixtral, bias=True), (7, 5, 1, 2, 64, 0))
-    rows = [site for report in qinductor.reports() for site in report.sites]
-    assert sum(site.pattern == "expert_loops" and site.lowered for site in rows) >= 6
+    rows = [[site.pattern for site in r.sites if site.lowered] for r in qinductor.reports()]
+    # Of 7 tokens, of any number, of 1, of none, whose loop has nothing to show.
+    assert rows[-4:-1] == [["expert_loops"] * 2] * 3, rows
 
 
 def test_masks_and_repeated_choices():
@@ -276,6 +277,41 @@ def test_a_list_of_experts_with_its_router():
             x = Random(tokens).normal(2, tokens, H)
             near(compiled(x), module(x))
     assert qinductor.last_report().lowered == 3
+
+
+def test_layers_one_after_the_other():
+    module = torch.nn.Sequential(Block(), Block()).eval().requires_grad_(False)
+    check(module, Random(1).normal(1, 6, H), products=6)
+
+
+def test_originals_are_freed():
+    module = Experts(mixtral)
+    args, again = arguments(9), arguments(9, 1)
+    with torch.no_grad():
+        eager = module(*args), module(*again)
+        compiled = torch.compile(module, backend="qinductor", options={"weights": "replace"})
+        near(compiled(*args), eager[0])
+        near(compiled(*again), eager[1])
+    assert qinductor.last_report().freed_bytes > 0
+
+
+def test_a_stack_of_weights_that_are_stored_by_themselves():
+    """What torch.stack makes of a list of weights is read piece by piece."""
+
+    class Stacked(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleList(Linear(INNER, H, Random(i)) for i in range(E))
+
+        def forward(self, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+            w = torch.stack([int4(layer.codes, layer.scale) for layer in self.layers])
+            return torch._grouped_mm(x, w.mT, offs=offsets)
+
+    module, x = Stacked(), Random(1).normal(8, H)
+    offsets = torch.tensor([5, 5, 8], dtype=torch.int32)
+    check(module, x, offsets, products=1)
+    with torch.no_grad():
+        near(torch.compile(module, backend="qinductor")(x, offsets), module(x, offsets))
 
 
 def test_a_part_of_the_experts():

@@ -17,9 +17,10 @@ from qinductor.patterns.failures import FAILURES
 from qinductor.patterns.loops.find import Loop, Values
 from qinductor.patterns.loops.turns import WHOLE, Chain
 from qinductor.patterns.probe import number
-from qinductor.regions import VIEWS, Scope, aten, attribute, behind, call, describe
+from qinductor.regions import VIEWS, aten, attribute, call, describe
 
 PROBES = 4  # of random choices, beside those in which every expert is chosen
+NEAR = 64  # nodes between tokens and choices
 MOST = 4096  # numbers that the first expert may have
 Places = Callable[[torch.Tensor, torch.Tensor, int, int], torch.Tensor]
 # (token, choice, tokens, choices of each) -> a number of the row
@@ -53,18 +54,14 @@ class Choices:
     once: bool
 
 
-def choices_of(loop: Loop, chain: Chain, values: Values, scope: Scope) -> Choices:
+def choices_of(loop: Loop, chain: Chain, values: Values) -> Choices:
     """The choices; Refused where a turn takes other tokens than those that chose its expert."""
-    sources = [s for places in chain.places.values() for s in places]
-    order = sorted(set().union(*(behind(source, scope)[0] for source in sources)))
-    seen: set[int] = set()
     tried = []
-    for cut in order:
+    for cut in _nearest([places[0] for places in chain.places.values()]):
         value = cut.meta.get("val")
-        if not isinstance(value, torch.Tensor) or cut in chain.inside or values[cut] in seen:
+        if not isinstance(value, torch.Tensor) or cut in chain.inside:
             continue
-        seen.add(values[cut])
-        if value.dtype not in WHOLE or value.dim() not in (1, 2) or not behind(cut, scope)[1]:
+        if value.dtype not in WHOLE or value.dim() not in (1, 2):
             continue
         tried.append(cut)
         found = _Probe(loop, chain, values, cut).found()
@@ -75,6 +72,17 @@ def choices_of(loop: Loop, chain: Chain, values: Values, scope: Scope) -> Choice
             return Choices(cut, k, first, names, distinct, once or not loop.turns[0].adds)
     held = ", ".join(f"{node.name} {describe(node)}" for node in tried) or "no whole numbers"
     raise Refused(f"turns must take the tokens that chose their expert; tried as choices: {held}")
+
+
+def _nearest(nodes: Sequence[Node]) -> Iterator[Node]:
+    """What nodes are made of, the nearest first."""
+    seen = dict.fromkeys(nodes)
+    queue = list(seen)
+    while queue and len(seen) < NEAR:
+        node = queue.pop(0)
+        yield node
+        queue += [n for n in node.all_input_nodes if n not in seen]
+        seen |= dict.fromkeys(node.all_input_nodes)
 
 
 def _is_distinct(ids: Node) -> bool:

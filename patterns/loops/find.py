@@ -72,7 +72,8 @@ class Values:
             self._numbers[node] = known.setdefault(text, i)
 
     def __getitem__(self, node: Node) -> int:
-        return self._numbers[node]
+        """The number; one of its own for a node that was put in since."""
+        return self._numbers.setdefault(node, -1 - len(self._numbers))
 
     def _text(self, arguments: Any) -> str:
         def numbered(value: Any) -> Any:
@@ -106,6 +107,12 @@ def loops(graph: Graph, values: Values) -> Iterator[Loop]:
             chain.append(turns[origin(chain[-1].before)])
         if len(chain) > 1:
             yield Loop(tuple(reversed(chain)))
+
+
+def again(loop: Loop, values: Values) -> Loop:
+    """The loop as it is after the graph before it has changed."""
+    turns = [_turn(turn.node, values) for turn in loop.turns]
+    return Loop(tuple(turn for turn in turns if turn is not None))
 
 
 def _turn(node: Node, values: Values) -> Turn | None:

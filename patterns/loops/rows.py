@@ -10,7 +10,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from qinductor.errors import Refused
 from qinductor.patterns.loops.find import unknown
 from qinductor.patterns.loops.turns import Chain
-from qinductor.regions import CASTS, VIEWS, aten, describe
+from qinductor.regions import CASTS, VIEWS, aten, describe, pure
 
 PRODUCTS = {aten.mm.default, aten.addmm.default}
 # Operators over axes -> place of the axes among the arguments.
@@ -65,7 +65,7 @@ def _is_by_rows(step: Node, chain: Chain) -> bool:
     inner = [n for n in step.all_input_nodes if n in chain.steps]
     if read_of(step) is not None:
         return _is_read(step, chain, axis)
-    if not inner:
+    if not inner or not pure(step):
         return False
     first = inner[0]
     if target in VIEWS:
