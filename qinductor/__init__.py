@@ -46,7 +46,7 @@ def load() -> tuple[Pattern, ...]:
         try:
             importlib.import_module(f"{kernels.__name__}.{file.name}")
         except ModuleNotFoundError as error:  # device code; its providers say that it is missing
-            if error.name != "triton":
+            if error.name not in ("triton", "cutlass"):
                 raise
 
     return PATTERNS

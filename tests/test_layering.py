@@ -19,7 +19,7 @@ CORE = sorted(
     for p in (ROOT / "qinductor").rglob("*.py")
     if p.name not in TOOLS and not {"kernels", "patterns"} & {*p.relative_to(ROOT).parts}
 )
-KERNELS = sorted((ROOT / "kernels").glob("*.py"))
+KERNELS = sorted((ROOT / "kernels").rglob("*.py"))
 PATTERNS = sorted((ROOT / "patterns").rglob("*.py"))
 FORMATS = sorted((ROOT / "patterns" / "weight_formats").glob("*.py"))
 FAMILIES = ("qinductor.kernels", "qinductor.patterns", "kernels", "patterns")

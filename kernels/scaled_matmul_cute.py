@@ -1,0 +1,274 @@
+"""Provider of scaled_matmul in CuTe DSL, for Hopper: cute.scaled_mma, for any M."""
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import sympy
+import torch
+
+from qinductor.contracts import short
+from qinductor.kernels import cute_cache
+from qinductor.kernels.scaled_matmul import (
+    FP32,
+    SCALED_MATMUL,
+    Operands,
+    ScaledMatmul,
+    cost,
+    longest,
+    operands,
+    pack,
+)
+from qinductor.kernels.scaled_matmul_cute_form import (
+    BK,
+    E4M3,
+    E5M2,
+    E8M0,
+    INT8,
+    Config,
+    Form,
+    deepest,
+    form_of,
+    step_of,
+)
+from qinductor.kernels.scaled_matmul_sums import experts_why_not
+from qinductor.op import Spec
+from qinductor.rates import BANDWIDTH, RATE, M
+
+RESULTS = (torch.bfloat16, torch.float16, FP32)
+SCALES = (*RESULTS, E8M0)
+PROGRAMS = 132  # multiprocessors of an H200, by which configs are chosen
+FEW = 64
+INSTEAD = "triton.scaled_mma"
+MANY = 1 << 30
+
+
+@functools.cache
+def device() -> ModuleType:
+    """The device code."""
+    from qinductor.kernels.sm90 import scaled_matmul_cute
+
+    return scaled_matmul_cute
+
+
+@functools.cache
+def kernel(form: Form, config: Config) -> Callable[..., Any]:
+    """The compiled kernel, of all M, N and K."""
+    return cute_cache.kernel(
+        f"scaled_matmul {form} {config}", lambda: device().compiled(form, config)
+    )
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def prepared(
+    contract: ScaledMatmul, config: str, device: torch.device
+) -> tuple[Callable[..., Any], int] | None:
+    """(the kernel, how many programs run at once); None, after a warning, where the installed
+    compiler or its libraries do not do."""
+    chosen = Config.parse(config)
+    try:
+        return kernel(form_of(contract), chosen), multiprocessors(device) * chosen.blocks
+    except Exception as error:  # whatever a compiler raises
+        what = f"{type(error).__name__}: {error}".splitlines()[0]
+        warnings.warn(
+            f"qinductor: cute.scaled_mma@{config} cannot be made: {what}; {INSTEAD} runs instead",
+            stacklevel=3,
+        )
+        return None
+
+
+class ScaledMMA:
+    """Codes in shared memory, sums in registers."""
+
+    name = "cute.scaled_mma"
+    dense = False
+    reference = False
+    version = 1
+
+    def runs_on(self, target: str) -> bool:
+        return target == "sm_90"
+
+    def missing(self) -> str | None:
+        return cute_cache.missing()
+
+    def why_not(self, contract: ScaledMatmul) -> str | None:
+        c, w = contract, contract.weight
+        if c.zero is not None or c.experts:
+            return experts_why_not(c) or "a has zero points; it takes none"
+        if (c.a is INT8) != (w.storage is INT8) or w.bits != 8 or c.a not in (E4M3, E5M2, INT8):
+            return f"{short(c.a)} times {w.codes}; it takes float8 with float8 and int8 with int8"
+        if w.storage not in (E4M3, E5M2, INT8):
+            return f"W has codes {w.codes}; it takes float8 and int8"
+        if w.arithmetic not in ("q", "q*s") or w.permuted:
+            return f"W is {w.arithmetic}{', permuted' * w.permuted}; it takes q and q*s"
+        if not w.n * w.k or w.n % 8 or w.k % 16:
+            return f"W is {w.n}x{w.k}; it takes N in multiples of 8 and K of 16"
+        if c.scale not in SCALES or w.scale not in (None, *SCALES):
+            return (
+                f"scales are {short(c.scale)} and {short(w.scale)}; it takes fp32, bf16, fp16 and "
+                "float8_e8m0fnu"
+            )
+        if c.out not in RESULTS or c.bias not in (None, *RESULTS):
+            return f"the result is {short(c.out)}, the bias {short(c.bias)}; it takes floats"
+        if c.a is not INT8 and c.out is FP32:
+            return "float8 and a result in fp32; tensor cores keep 14 bits of such a sum"
+        steps = [size for size in (c.group, w.bk if w.scale is not None else 0) if 0 < size < w.k]
+        if any(size % 32 for size in steps):
+            return f"{min(steps)} columns share a scale; it takes multiples of 32, or whole rows"
+        if w.scale is not None and w.bn < w.n and (w.bn % 32 if w.bk < w.k else w.bn > 1):
+            return (
+                f"{w.bn} rows of W share a scale; it takes one for a row, for all, or where scales "
+                "change along K for multiples of 32"
+            )
+        if c.a is INT8 and w.k > longest(c):
+            return f"K is {w.k}; it takes up to {longest(c)} (sums are int32)"
+        return None
+
+    def seconds(self, contract: ScaledMatmul) -> sympy.Expr:
+        spent, tall = cost(contract), sympy.Min(M, 128, evaluate=False)
+        # Triton's estimate and a tenth: it is to be measured before it is preferred.
+        few = spent["bytes"] / 0.95 / BANDWIDTH
+        many = spent["flops"] / (1.15 if step_of(contract) else 1.5) / RATE
+        rows = 2e-8 * M + 2.4e-10 * tall**2
+        usual = 1.1 * (3.5e-6 + rows + sympy.Max(few, many, evaluate=False))
+        if not contract.fast or step_of(contract):
+            return usual
+        # An H200's times of two shapes, M = 1 to 64, within a tenth: there it is ahead of others.
+        ahead = 2.8e-6 + 2e-8 * M + 1.5e-10 * M**2 + spent["bytes"] / 0.97 / BANDWIDTH
+        return sympy.Piecewise((ahead, M <= FEW), (usual, True), evaluate=False)
+
+    def operands(self, contract: ScaledMatmul) -> dict[str, Spec]:
+        return operands(contract)
+
+    def pack(self, contract: ScaledMatmul, source: Operands) -> dict[str, torch.Tensor]:
+        return pack(contract, source)
+
+    def configs(self, contract: ScaledMatmul, m: int) -> Sequence[str]:
+        return candidates(contract, m)
+
+    def run(
+        self,
+        contract: ScaledMatmul,
+        inputs: Sequence[torch.Tensor],
+        packed: Sequence[torch.Tensor],
+        config: str | None = None,
+    ) -> torch.Tensor:
+        a, scale = inputs
+        m = a.shape[0]
+        made = prepared(contract, config or self.configs(contract, m)[0], a.device)
+        if made is None:  # of the same packed tensors
+            from qinductor.kernels.scaled_matmul_triton import PROVIDER
+
+            return PROVIDER.run(contract, inputs, packed)
+        run, programs = made
+        code, *rest = packed
+        held = None if contract.weight.scale is None else _bits(rest.pop(0))
+        a, code = _aligned(a), _aligned(code)
+        scale = _bits(scale if contract.group else scale.reshape(1))
+        out = a.new_empty((m, contract.weight.n), dtype=contract.out)
+        with torch.cuda.device_of(out):
+            run(a, scale, code, held, rest[0] if rest else None, out, programs)
+        return out
+
+
+def _aligned(codes: torch.Tensor) -> torch.Tensor:
+    """Codes as TMA takes them."""
+    if codes.is_contiguous() and codes.data_ptr() % 16 == 0:
+        return codes
+    return codes.clone(memory_format=torch.contiguous_format)
+
+
+def _bits(scale: torch.Tensor) -> torch.Tensor:
+    """Scales as the kernels take them."""
+    return scale.view(torch.uint8) if scale.dtype is E8M0 else scale
+
+
+# Largest M -> (p, q, cluster, blocks) worth a try, the first guess first.
+Tile = tuple[int, int, int, int]
+_FEW = {q: [(64, q, 1, 2), (128, q, 1, 1), (128, q, 1, 2)] for q in (8, 16, 32)}
+WHOLE: dict[int, list[Tile]] = {
+    **_FEW,
+    64: [(64, 64, 1, 2), (128, 64, 1, 1), (64, 64, 1, 1)],
+    128: [(128, 128, 1, 1), (64, 64, 1, 2), (128, 256, 1, 1), (128, 64, 1, 1)],
+    512: [(128, 128, 2, 1), (128, 128, 1, 1), (128, 256, 2, 1), (128, 192, 1, 1)],
+    MANY: [(128, 256, 2, 1), (128, 128, 2, 1), (128, 256, 1, 1), (128, 192, 2, 1)],
+}
+# Sums are held twice.
+ADDED: dict[int, list[Tile]] = {
+    **WHOLE,
+    128: [(128, 128, 1, 1), (64, 64, 1, 2), (128, 64, 1, 1)],
+    512: [(128, 128, 2, 1), (128, 128, 1, 1), (128, 160, 1, 1), (128, 192, 1, 1)],
+    MANY: [(128, 128, 2, 1), (128, 128, 1, 1), (128, 160, 2, 1), (128, 192, 2, 1)],
+}
+# In slices of a stage sums are held three times.
+SLICED: dict[int, list[Tile]] = {
+    **ADDED,
+    128: [(128, 64, 1, 1), (64, 64, 1, 2), (128, 96, 1, 1)],
+    64: [(64, 64, 1, 2), (64, 64, 1, 1), (128, 64, 1, 1)],
+    512: [(128, 96, 1, 1), (128, 128, 1, 1), (128, 64, 1, 1)],
+    MANY: [(128, 96, 2, 1), (128, 128, 2, 1), (128, 96, 1, 1), (128, 64, 2, 1)],
+}
+
+
+@functools.cache
+def tiles(contract: ScaledMatmul, m: int) -> tuple[Config, ...]:
+    """Configs of one part of K that are worth measuring at m rows, the best guess first."""
+    table = {0: WHOLE, BK: ADDED}.get(step_of(contract), SLICED)
+    fits = next(rows for rows in table if m <= rows)
+    made = (
+        deepest(Config(p, q, 2, cluster, 1, blocks, fits <= FEW))
+        for p, q, cluster, blocks in table[fits]
+    )
+    return tuple(config for config in made if config.takes(form_of(contract)))
+
+
+def _split(config: Config, split: int) -> Config | None:
+    """The config with so many parts of K, if there can be."""
+    changed = dataclasses.replace(config, split=split)
+    return None if changed.fault else changed
+
+
+@functools.lru_cache(4096)
+def candidates(contract: ScaledMatmul, m: int) -> tuple[str, ...]:
+    """Configs worth measuring at m rows, the best guess first."""
+    w, found = contract.weight, {str(heuristic(contract, m)): None}
+    for config in tiles(contract, m):
+        for split in (1, 2, 4, 8):
+            changed = _split(config, split)
+            programs = _programs(contract, m, config) * split
+            if changed and (split == 1 or programs <= 6 * PROGRAMS) and w.k >= split * BK * 2:
+                found[str(changed)] = None
+    return tuple(found)
+
+
+def _programs(contract: ScaledMatmul, m: int, config: Config) -> int:
+    """Tiles of the result."""
+    left, right = (contract.weight.n, m) if config.swap else (m, contract.weight.n)
+    return -(-left // config.p) * -(-right // config.q)
+
+
+def heuristic(contract: ScaledMatmul, m: int) -> Config:
+    """A config for m rows: the first tiles or, where they would leave most of the device idle,
+    the smallest; K in parts where half of it would still be."""
+    first, *others = tiles(contract, m)
+    found = first
+    if m > FEW and 2 * _programs(contract, m, first) < PROGRAMS:
+        found = max([first, *others], key=lambda config: _programs(contract, m, config))
+    while 3 * _programs(contract, m, found) * found.split < PROGRAMS:
+        more = _split(found, found.split * 2)
+        if more is None or contract.weight.k // BK // found.split < 16:
+            break
+        found = more
+    return found
+
+
+SCALED_MATMUL.register(ScaledMMA())

@@ -1,0 +1,162 @@
+"""What the CuTe DSL kernels of scaled_matmul are compiled for: formats of operands, and tiles."""
+
+import dataclasses
+import functools
+
+import torch
+
+from qinductor.contracts import Hashed, short
+from qinductor.kernels.configs import matched
+from qinductor.kernels.scaled_matmul import ScaledMatmul
+
+E4M3, E5M2, INT8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8
+E8M0 = torch.float8_e8m0fnu
+BK = 128  # columns of a stage: bytes that a row of swizzled shared memory holds
+SHARED = 227 << 10  # bytes of shared memory of a multiprocessor that programs can have
+ALL = 1 << 30  # rows of W
+PROMOTED = 128  # columns after which float8 sums leave the tensor cores, which keep 14 bits
+
+
+@dataclasses.dataclass(frozen=True)
+class Form(Hashed):
+    """What is constant in a kernel for a contract; numbers have the short names of dtypes.
+
+    a, w     codes of a and of W
+    out      the result
+    bias     the bias; "" for none
+    step     columns whose sum leaves the tensor cores; 0: all
+    rows     scales of a: "tensor", "row", or "group" where they change along k
+    columns  scales of W: "" for none, "tensor", "row", or "grid" where they change along k
+    sa, sw   dtypes of these
+    group    columns that share a scale of a, where that changes along k
+    bn, bk   rows and columns that share a scale of W, likewise
+    """
+
+    a: str
+    w: str
+    out: str
+    bias: str
+    step: int
+    rows: str
+    columns: str
+    sa: str = "fp32"
+    sw: str = "fp32"
+    group: int = 0
+    bn: int = 0
+    bk: int = 0
+
+    __hash__ = Hashed.__hash__
+
+    def __str__(self) -> str:
+        return "_".join(str(getattr(self, field.name)) for field in dataclasses.fields(self))
+
+
+@functools.cache
+def form_of(contract: ScaledMatmul) -> Form:
+    """The form of a contract's kernels."""
+    c, w = contract, contract.weight
+    bias = "" if c.bias is None else short(c.bias)
+    rows = "tensor" if not c.group else "row" if c.group >= w.k else "group"
+    grid = w.scale is not None and w.bk < w.k
+    columns = "grid" if grid else "tensor" if w.bn >= w.n else "row"
+    columns = "" if w.scale is None else columns
+    bn = ALL if w.bn >= w.n else w.bn
+    sizes = (c.group if rows == "group" else 0, bn if grid else 0, w.bk if grid else 0)
+    scales = short(c.scale), "" if w.scale is None else short(w.scale)
+    codes = short(c.a), short(w.storage)
+    return Form(*codes, short(c.out), bias, step_of(c), rows, columns, *scales, *sizes)
+
+
+def step_of(contract: ScaledMatmul) -> int:
+    """Columns whose sum must be taken out of the tensor cores; 0 where no sum must."""
+    c, w = contract, contract.weight
+    steps = [size for size in (c.group, w.bk if w.scale is not None else w.k) if 0 < size < w.k]
+    if steps:
+        return min(PROMOTED, *(size & -size for size in steps))
+    return 0 if c.a is INT8 or c.fast else PROMOTED
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Tiles and schedule of a kernel: D = L R^T of L[P, K] and R[Q, K].
+
+    p        rows of L that a program has, 64 for each group of warps that multiplies
+    q        rows of R
+    stages   of the pipeline, each of BK columns
+    cluster  programs that share a tile of R, whose halves each fetches for all
+    split    programs that share a tile of the result, each with its part of K
+    blocks   programs on a multiprocessor
+    swap     whether L is W and R is a, for few rows of a
+    """
+
+    p: int
+    q: int
+    stages: int
+    cluster: int = 1
+    split: int = 1
+    blocks: int = 1
+    swap: bool = False
+
+    def __str__(self) -> str:
+        text = f"p{self.p}.q{self.q}.t{self.stages}.c{self.cluster}.s{self.split}.b{self.blocks}"
+        return text + ".swap" * self.swap
+
+    @staticmethod
+    @functools.cache
+    def parse(text: str) -> "Config":
+        """The config that `str` wrote; ValueError for any other text."""
+        pattern = r"p(\d+)\.q(\d+)\.t(\d+)\.c(\d+)\.s(\d+)\.b(\d+)(\.swap)?"
+        match = matched(pattern, text, "p128.q256.t4.c2.s1.b1", "cute.scaled_mma")
+        p, q, stages, cluster, split, blocks = map(int, match.groups()[:6])
+        config = Config(p, q, stages, cluster, split, blocks, bool(match[7]))
+        if config.fault:
+            raise ValueError(f"config {text!r} of cute.scaled_mma: {config.fault}")
+        return config
+
+    @property
+    def fault(self) -> str:
+        """Why no kernel has such tiles; empty if one has."""
+        if self.p not in (64, 128, 192) or self.q % 8 or not 8 <= self.q <= 256:
+            return "p is 64, 128 or 192, q a multiple of 8 up to 256"
+        if not self.swap and self.q % 32:
+            return "without swap q is a multiple of 32"
+        if self.cluster > 1 and (self.split > 1 or self.q % (8 * self.cluster)):
+            return "programs share tiles of R, of 8 rows and more each, or parts of K"
+        if self.cluster not in (1, 2, 4) or self.split not in (1, 2, 4, 8):
+            return "a cluster has 1, 2 or 4 programs, K 1, 2, 4 or 8 parts"
+        if self.split > 1 and self.p * self.q * 4 > self.stages * BK * (self.p + self.q):
+            return "sums of parts must fit into the pipeline"
+        if not 2 <= self.stages <= 16 or self.shared * self.blocks > SHARED:
+            return f"{self.stages} stages take {self.shared} bytes; {SHARED} are there"
+        return ""
+
+    def takes(self, form: Form) -> bool:
+        """Whether rows of W that share a scale make up tiles of R, or the other way about."""
+        wide = max(self.q, form.bn), min(self.q, form.bn)
+        return self.swap or form.columns != "grid" or wide[0] % wide[1] == 0
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory, with what the driver keeps for itself."""
+        groups = self.p // 64
+        return self.stages * (BK * (self.p + self.q) + 16) + groups * self.q * 8 + 3072
+
+    @property
+    def threads(self) -> int:
+        """Threads that multiply, and those that fetch."""
+        return self.p * 2 + (128 if self.donates else 32)
+
+    @property
+    def donates(self) -> bool:
+        """Whether threads that fetch give up registers; those of one program must do for that."""
+        return self.p > 64 and self.blocks == 1
+
+
+def deepest(config: Config) -> Config:
+    """The config with as many stages as fit."""
+    found = config
+    for stages in range(2, 13):
+        tried = dataclasses.replace(config, stages=stages)
+        if not tried.fault:
+            found = tried
+    return found
