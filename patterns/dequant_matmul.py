@@ -28,6 +28,7 @@ from qinductor.pattern import Lowering, Planner
 from qinductor.patterns.constants import check_constant
 from qinductor.patterns.gathered_codes import choose_last, undo
 from qinductor.patterns.gathers import gather_last, gathers
+from qinductor.patterns.inserted import GONE
 from qinductor.patterns.products import (
     ANCHORS,
     Product,
@@ -136,8 +137,8 @@ class DequantMatmulPattern:
             raise
 
     def _is_site(self, node: Node, scope: Scope) -> bool:
-        known = node.target in ANCHORS and node.users
-        return bool(known) and any(is_quantized(side, scope) for side in sides(node))
+        known = node.target in ANCHORS and GONE not in node.meta
+        return known and any(is_quantized(side, scope) for side in sides(node))
 
 
 def proved(node: Node, scope: Scope) -> Proved:

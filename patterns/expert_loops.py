@@ -82,7 +82,9 @@ class _Found:
         self.sites: list[Node] = []
         self.lowerings: dict[Node, Lowering] = {}
         try:
-            self.sites += [n for n in chain_of(loop, values).steps if n.target in PRODUCTS]
+            chain = chain_of(loop, values)
+            products = [n for n in chain.steps if n.target in PRODUCTS]
+            self.sites += [n for n in products if sides(n)[1] in chain.each]
         except Refused as refusal:
             self.reason = refusal.reason
             self.sites.append(loop.result)

@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from qinductor.patterns.gathers import BATCHED, COPIES, ids_of
-from qinductor.patterns.inserted import BEFORE, INSTEAD, OURS, before
+from qinductor.patterns.inserted import BEFORE, GONE, INSTEAD, OURS, before
 from qinductor.regions import CASTS, VIEWS, Scope, aten, behind
 
 OF_AXIS = {aten.slice.Tensor, aten.select.int, aten.squeeze.dim, aten.unsqueeze.default}  # args[1]
@@ -81,6 +81,7 @@ def undo(node: Node) -> Node:
     if INSTEAD in node.meta:
         whole, original = node.meta[INSTEAD]
         whole.replace_all_uses_with(original)
+        del original.meta[GONE]
         node = original
     for side in node.all_input_nodes:
         reader = node

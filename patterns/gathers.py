@@ -15,7 +15,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from qinductor.patterns.inserted import BEFORE, INSTEAD, OURS, before
+from qinductor.patterns.inserted import BEFORE, GONE, INSTEAD, OURS, before
 from qinductor.regions import VIEWS, aten
 
 BATCHED = {aten.bmm.default: 0, aten.baddbmm.default: 1}  # place of the left operand
@@ -106,6 +106,7 @@ def gather_last(found: Gather) -> None:
         made.meta.pop(OURS, None)
     found.node.replace_all_uses_with(whole)
     product.meta[INSTEAD] = whole, found.node
+    found.node.meta[GONE] = True
 
 
 def _repeated(other: Node, found: Gather, emit: Callable[..., Node]) -> Node:

@@ -10,6 +10,7 @@ from qinductor.regions import aten
 
 OURS = "qinductor inserted"
 BEFORE = "qinductor inserted for"  # the node that the graph had in its place
+GONE = "qinductor left out"  # of a product that nothing reads while another stands for it
 INSTEAD = "qinductor instead of"  # of a product: (what is read in place of another, that one)
 Emit = Callable[..., Node]  # (target, arguments) -> a node
 

@@ -31,7 +31,7 @@ from qinductor.patterns.code_experts import choose
 from qinductor.patterns.code_products import CODES, CodeProduct, Grid, check_codes, codes_of
 from qinductor.patterns.constants import check_constant, check_format
 from qinductor.patterns.epilogues import Epilogue, Roles, epilogues, known, prove, roles
-from qinductor.patterns.inserted import sweep
+from qinductor.patterns.inserted import GONE, sweep
 from qinductor.patterns.lost import LOST
 from qinductor.patterns.products import sides
 from qinductor.patterns.requantised import on_codes
@@ -163,6 +163,8 @@ class ScaledMatmulPattern:
 
     def _left(self, node: Node, scope: Scope) -> Node | None:
         """The operand of a candidate that is made of x; None of what is no candidate."""
+        if GONE in node.meta:
+            return None
         if self.near and node.target in code_products.ANCHORS:
             left = node.args[0]
             assert isinstance(left, Node)

@@ -191,7 +191,8 @@ def in_place(tensors: dict[str, torch.Tensor], operands: Sequence[Any]) -> dict[
     where that is one, as the model's own often is."""
     first, packed = operands[0].weight.codes, tensors.get("codes")
     apart = first.numel() * first.itemsize
-    if packed is None or packed.dtype != first.dtype or packed.shape[1:] != first.shape:
+    turned = operands[0].weight.order is not None  # they may be packed in another order
+    if turned or packed is None or (packed.dtype, packed.shape[1:]) != (first.dtype, first.shape):
         return tensors
     for i, part in enumerate(operands):
         codes = part.weight.codes

@@ -383,9 +383,41 @@ def counted(m: Any, x: torch.Tensor, ids: torch.Tensor, wt: torch.Tensor) -> Any
     return out, first
 
 
+def limited(m: Any, x: torch.Tensor, ids: torch.Tensor, wt: torch.Tensor) -> torch.Tensor:
+    """Every expert takes 64 tokens at most, more than probes have."""
+    out = torch.zeros_like(x)
+    for e in range(E):
+        t, k = (rows[:64] for rows in torch.where(ids == e))
+        out.index_add_(0, t, m.expert(x[t], e) * wt[t, k, None])
+    return out
+
+
+def counting(m: Any, x: torch.Tensor, ids: torch.Tensor, wt: torch.Tensor) -> torch.Tensor:
+    """The same, told by a mask."""
+    out = torch.zeros_like(x)
+    for e in range(E):
+        mask = (ids == e).any(1)
+        (t,) = torch.where(mask & (mask.long().cumsum(0) <= 64))
+        out.index_add_(0, t, m.expert(x[t], e))
+    return out
+
+
+def by_number(m: Any, x: torch.Tensor, ids: torch.Tensor, wt: torch.Tensor) -> torch.Tensor:
+    """A number of 0 axes leaves a product's dtype as it is, a column of them does not."""
+    out = torch.zeros_like(x)
+    for e in range(E):
+        t, k = torch.where(ids == e)
+        y = m.expert(x[t], e) * m.dense.float()[e, 0, 0]
+        out.index_add_(0, t, y * wt[t, k, None])
+    return out
+
+
 @pytest.mark.parametrize(
     ("loop", "reason"),
     [
+        (limited, "must take the tokens that chose their expert"),
+        (counting, "must take the tokens that chose their expert"),
+        (by_number, "of a column of numbers"),
         (dense, "weights of experts must be quantised"),
         (mixing, "each row of a turn must be computed by itself"),
         (centred, "must be used there alone"),

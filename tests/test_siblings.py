@@ -225,14 +225,14 @@ def test_weights_that_change_beside_a_freed_one(timed):
 
 
 def test_a_sibling_that_raises_stops_no_other(timed, monkeypatch):
-    known = dequant_matmul._proved
+    known = dequant_matmul.proved
 
     def proved(node, scope):
         if node.meta["val"].shape[1] == 32:
             raise KeyError("k")
         return known(node, scope)
 
-    monkeypatch.setattr(dequant_matmul, "_proved", proved)
+    monkeypatch.setattr(dequant_matmul, "proved", proved)
     model, x = Attention(), x_of(4, 64)
     _, results, report = run(model, x)
     hold(model, x, results)

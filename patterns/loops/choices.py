@@ -5,6 +5,7 @@ chose and numbers of none, and is compared with `nonzero(choices == expert)`.
 """
 
 import dataclasses
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from qinductor.regions import VIEWS, aten, attribute, call, describe
 PROBES = 4  # of random choices, beside those in which every expert is chosen
 NEAR = 64  # nodes between tokens and choices
 MOST = 4096  # numbers that the first expert may have
+LIMITS = {aten.cumsum.default, aten.topk.default, aten.sort.default, aten.sort.stable}
 Places = Callable[[torch.Tensor, torch.Tensor, int, int], torch.Tensor]
 # (token, choice, tokens, choices of each) -> a number of the row
 NAMES: dict[str, Places] = {
@@ -62,6 +64,8 @@ def choices_of(loop: Loop, chain: Chain, values: Values) -> Choices:
         if not isinstance(value, torch.Tensor) or cut in chain.inside:
             continue
         if value.dtype not in WHOLE or value.dim() not in (1, 2):
+            continue
+        if not isinstance(value.shape[-1], int) and value.dim() == 2:
             continue
         tried.append(cut)
         found = _Probe(loop, chain, values, cut).found()
@@ -189,10 +193,24 @@ class _Probe:
                 raise LookupError(node.name)
             made = made.detach().cpu()
         else:
+            if _is_limit(node):  # which rows of fewer tokens than a call may have do not show
+                raise LookupError(node.name)
             inputs = {n: self._value(n, held) for n in node.all_input_nodes}
             made = call(node, node.args, inputs.__getitem__, torch.device("cpu"))
         held[key] = made
         return made
+
+
+def _is_limit(node: Node) -> bool:
+    """Whether a node may leave out rows by their number, as a capacity of experts does."""
+    if node.target is not aten.slice.Tensor:
+        return node.target in LIMITS
+    source, *given = node.args
+    assert isinstance(source, Node)
+    dim, start, end = (*given, *(0, 0, None)[len(given) :])[:3]
+    size: Any = source.meta["val"].shape[dim or 0]
+    whole = start in (None, 0) and (end is None or (isinstance(end, int) and end >= sys.maxsize))
+    return not isinstance(size, int) and not whole
 
 
 def _expected(chosen: torch.Tensor, way: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -63,7 +63,6 @@ class Grouped:
         found, experts = self.choices, len(self.loop.turns)
         ids, k = found.ids, found.k
         dtype = ids.meta["val"].dtype
-        self.index = dtype
         if found.first:
             ids = self(aten.sub.Tensor, ids, found.first)
         low, high = self(aten.lt.Scalar, ids, 0), self(aten.ge.Scalar, ids, experts)
@@ -139,7 +138,9 @@ class Grouped:
         args, kwargs = torch.fx.node.map_arg(
             (resized(step), dict(step.kwargs)), lambda node: self._argument(step, node)
         )
-        return self(step.target, *args, **kwargs)
+        made = self(step.target, *args, **kwargs)
+        _check_dtype(made, step)
+        return made
 
     def _argument(self, step: Node, node: Node) -> Any:
         """What takes the place of an argument of a step."""
@@ -198,7 +199,7 @@ class Grouped:
             raise Refused(f"{step.name} must have rows on the left and a weight on the right")
         x = self._made[left]
         if right in self.chain.shared:
-            if any(node in self.chain.each for node in bias):
+            if any(node not in self.chain.shared for node in bias):
                 raise Refused(f"{step.name} has one weight for all turns, and a bias for each")
             return self(step.target, *bias, x, right)
         weights = self._stack(right)
@@ -245,7 +246,16 @@ class Grouped:
             held = self(aten.reshape.default, held, [-1, *(1,) * (rank - 1)])
             row = self(aten.index.Tensor, rows, [at])
             total = self(aten.where.self, held, self(aten.add.Tensor, total, row), total)
+        _check_dtype(total, self.loop.result)
         return total
+
+
+def _check_dtype(made: Node, step: Node) -> None:
+    """Refused where numbers of turns, which become columns, make another dtype of a result."""
+    values = [n.meta["val"] for n in (made, step)]
+    first, second = (v.dtype if isinstance(v, torch.Tensor) else None for v in values)
+    if first is not second:
+        raise Refused(f"{step.name} would be {first}, not {second}, of a column of numbers")
 
 
 def _whole(sizes: Sequence[Any]) -> bool:

@@ -75,6 +75,8 @@ def _is_by_rows(step: Node, chain: Chain) -> bool:
     if target in OVER:
         place = OVER[target]
         over: Any = args[place] if len(args) > place else step.kwargs.get("dim", 0)
+        if over is None:
+            return False
         rank = _rank(first)
         axes = [a % rank for a in (over if isinstance(over, (list, tuple)) else [over])]
         return bool(axes) and all(axis_of(n) not in axes for n in inner)
