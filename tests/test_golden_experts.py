@@ -509,3 +509,23 @@ def test_experts_are_as_accurate_as_eager(name, dynamic):
             product_oracle(ours[rows], eager[rows], x[rows], w[expert])
         start = end
     assert start == len(x)
+
+
+def test_permuted_codes_of_8_bits_stay_as_they_are_packed():
+    """They have the dtype and shape of the model's own, whose columns are in another order."""
+
+    def product(m: Holder, x: torch.Tensor) -> torch.Tensor:
+        return torch.bmm(x, (m.codes.float() * m.scale[:, :, m.groups]).mT)
+
+    seeded = torch.Generator().manual_seed(0)
+    held = {
+        "codes": torch.randint(-128, 128, (E, N, K), dtype=torch.int8, generator=seeded),
+        "scale": torch.rand(E, N, K // 16, generator=seeded),
+        "groups": torch.randperm(K, generator=seeded) // 16,
+    }
+    module, x = Holder(product, **held), Random(1).normal(E, 5, K).float()
+    torch._dynamo.reset()
+    with torch.no_grad():
+        ours, eager = torch.compile(module, backend="qinductor")(x), module(x)
+    torch.testing.assert_close(ours, eager, rtol=1e-4, atol=0.01)
+    assert "permuted" in str(qinductor.last_report())
