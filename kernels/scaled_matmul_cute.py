@@ -41,7 +41,7 @@ from qinductor.rates import BANDWIDTH, RATE, M
 RESULTS = (torch.bfloat16, torch.float16, FP32)
 SCALES = (*RESULTS, E8M0)
 PROGRAMS = 132  # multiprocessors of an H200, by which configs are chosen
-FEW = 64
+FEWEST = 64
 INSTEAD = "triton.scaled_mma"
 MANY = 1 << 30
 
@@ -144,7 +144,7 @@ class ScaledMMA:
             return usual
         # An H200's times of two shapes, M = 1 to 64, within a tenth: there it is ahead of others.
         ahead = 2.8e-6 + 2e-8 * M + 1.5e-10 * M**2 + spent["bytes"] / 0.97 / BANDWIDTH
-        return sympy.Piecewise((ahead, M <= FEW), (usual, True), evaluate=False)
+        return sympy.Piecewise((ahead, M <= FEWEST), (usual, True), evaluate=False)
 
     def operands(self, contract: ScaledMatmul) -> dict[str, Spec]:
         return operands(contract)
@@ -176,7 +176,7 @@ class ScaledMMA:
         scale = _bits(scale if contract.group else scale.reshape(1))
         out = a.new_empty((m, contract.weight.n), dtype=contract.out)
         with torch.cuda.device_of(out):
-            run(a, scale, code, held, rest[0] if rest else None, out, programs)
+            run(a, scale, code, held, rest[0] if rest else None, out, programs, MANY)
         return out
 
 
@@ -194,40 +194,53 @@ def _bits(scale: torch.Tensor) -> torch.Tensor:
 
 # Largest M -> (p, q, cluster, blocks) worth a try, the first guess first.
 Tile = tuple[int, int, int, int]
-_FEW = {q: [(64, q, 1, 2), (128, q, 1, 1), (128, q, 1, 2)] for q in (8, 16, 32)}
-WHOLE: dict[int, list[Tile]] = {
-    **_FEW,
-    64: [(64, 64, 1, 2), (128, 64, 1, 1), (64, 64, 1, 1)],
-    128: [(128, 128, 1, 1), (64, 64, 1, 2), (128, 256, 1, 1), (128, 64, 1, 1)],
-    512: [(128, 128, 2, 1), (128, 128, 1, 1), (128, 256, 2, 1), (128, 192, 1, 1)],
-    MANY: [(128, 256, 2, 1), (128, 128, 2, 1), (128, 256, 1, 1), (128, 192, 2, 1)],
+Tiles = dict[int, list[Tile]]
+# W is L
+FEW: Tiles = {
+    **{q: [(64, q, 1, 2), (128, q, 1, 1)] for q in (8, 16, 32)},
+    64: [(128, 64, 1, 1), (64, 64, 1, 2)],
+    128: [(128, 128, 2, 1)],
 }
-# Sums are held twice.
-ADDED: dict[int, list[Tile]] = {
-    **WHOLE,
-    128: [(128, 128, 1, 1), (64, 64, 1, 2), (128, 64, 1, 1)],
-    512: [(128, 128, 2, 1), (128, 128, 1, 1), (128, 160, 1, 1), (128, 192, 1, 1)],
-    MANY: [(128, 128, 2, 1), (128, 128, 1, 1), (128, 160, 2, 1), (128, 192, 2, 1)],
+# a is L
+WHOLE: Tiles = {
+    64: [(64, 64, 1, 2), (64, 32, 1, 2)],
+    128: [(128, 128, 1, 1), (64, 128, 1, 1), (64, 64, 1, 2), (128, 64, 1, 1)],
+    256: [(128, 128, 1, 1), (128, 64, 1, 1), (128, 256, 1, 1), (128, 192, 1, 1)],
+    512: [(128, 128, 2, 1), (128, 128, 1, 1), (128, 256, 2, 1), (128, 192, 2, 1)],
+    MANY: [(128, 256, 2, 1), (128, 256, 1, 1), (128, 128, 2, 1), (128, 192, 2, 1)],
 }
-# In slices of a stage sums are held three times.
-SLICED: dict[int, list[Tile]] = {
-    **ADDED,
-    128: [(128, 64, 1, 1), (64, 64, 1, 2), (128, 96, 1, 1)],
-    64: [(64, 64, 1, 2), (64, 64, 1, 1), (128, 64, 1, 1)],
-    512: [(128, 96, 1, 1), (128, 128, 1, 1), (128, 64, 1, 1)],
-    MANY: [(128, 96, 2, 1), (128, 128, 2, 1), (128, 96, 1, 1), (128, 64, 2, 1)],
+# Sums are held twice, or those of two waves.
+ADDED: Tiles = {
+    64: [(64, 32, 1, 2), (64, 64, 1, 2), (64, 32, 1, 1), (64, 64, 1, 1)],
+    128: [(128, 128, 1, 1), (64, 128, 1, 1), (64, 32, 1, 2), (128, 32, 1, 1), (64, 64, 1, 2)],
+    256: [(128, 64, 1, 1), (128, 128, 1, 1), (128, 32, 1, 1)],
+    512: [(128, 128, 2, 1), (128, 128, 1, 1), (256, 128, 1, 1), (128, 64, 1, 1)],
+    MANY: [(256, 128, 2, 1), (256, 128, 1, 1), (128, 128, 2, 1), (128, 128, 1, 1)],
 }
+# In slices of a stage; more programs hide the time that each takes.
+SLICED: Tiles = {
+    64: [(64, 32, 1, 2), (64, 32, 1, 4), (64, 64, 1, 2), (64, 64, 1, 1)],
+    128: [(128, 32, 1, 1), (64, 32, 1, 2), (64, 32, 1, 4), (128, 64, 1, 1), (64, 64, 1, 2)],
+    256: [(128, 64, 1, 1), (128, 32, 1, 1), (128, 128, 1, 1)],
+    512: [(128, 128, 1, 1), (128, 96, 1, 1), (128, 64, 1, 1)],
+    MANY: [(128, 128, 2, 1), (128, 128, 1, 1), (128, 96, 2, 1)],
+}
+
+
+def _tiles(table: Tiles, m: int) -> list[Tile]:
+    """Those of the smallest M of a table that is not below m."""
+    return next((table[most] for most in table if m <= most), [])
 
 
 @functools.cache
 def tiles(contract: ScaledMatmul, m: int) -> tuple[Config, ...]:
     """Configs of one part of K that are worth measuring at m rows, the best guess first."""
     table = {0: WHOLE, BK: ADDED}.get(step_of(contract), SLICED)
-    fits = next(rows for rows in table if m <= rows)
-    made = (
-        deepest(Config(p, q, 2, cluster, 1, blocks, fits <= FEW))
-        for p, q, cluster, blocks in table[fits]
-    )
+    most = [(tile, True) for tile in _tiles(FEW, m)]
+    if m > 32:
+        more = [(tile, False) for tile in _tiles(table, m)]
+        most = most + more if m <= 64 and not step_of(contract) else more + most
+    made = (deepest(Config(p, q, 2, c, 1, b, swap)) for (p, q, c, b), swap in most)
     return tuple(config for config in made if config.takes(form_of(contract)))
 
 
@@ -239,13 +252,14 @@ def _split(config: Config, split: int) -> Config | None:
 
 @functools.lru_cache(4096)
 def candidates(contract: ScaledMatmul, m: int) -> tuple[str, ...]:
-    """Configs worth measuring at m rows, the best guess first."""
+    """Configs worth measuring at m rows, the best guess first: K in parts as far as they all run at
+    once."""
     w, found = contract.weight, {str(heuristic(contract, m)): None}
     for config in tiles(contract, m):
         for split in (1, 2, 4, 8):
             changed = _split(config, split)
-            programs = _programs(contract, m, config) * split
-            if changed and (split == 1 or programs <= 6 * PROGRAMS) and w.k >= split * BK * 2:
+            filled = _programs(contract, m, config) * split / (PROGRAMS * config.blocks)
+            if changed and (split == 1 or filled <= 1.1 and w.k >= split * BK * 4):
                 found[str(changed)] = None
     return tuple(found)
 
@@ -261,9 +275,9 @@ def heuristic(contract: ScaledMatmul, m: int) -> Config:
     the smallest; K in parts where half of it would still be."""
     first, *others = tiles(contract, m)
     found = first
-    if m > FEW and 2 * _programs(contract, m, first) < PROGRAMS:
+    if m > FEWEST and 2 * _programs(contract, m, first) < PROGRAMS:
         found = max([first, *others], key=lambda config: _programs(contract, m, config))
-    while 3 * _programs(contract, m, found) * found.split < PROGRAMS:
+    while 3 * _programs(contract, m, found) * found.split < PROGRAMS * found.blocks:
         more = _split(found, found.split * 2)
         if more is None or contract.weight.k // BK // found.split < 16:
             break

@@ -31,18 +31,20 @@ _TYPES = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "int8": "s8"}
 
 @dataclasses.dataclass(frozen=True)
 class Code:
-    """PTX, and registers of a thread and bytes of local memory as cuobjdump reads them."""
+    """PTX, registers of a thread and bytes of local memory as cuobjdump reads them, and what ptxas
+    warns of, as where products run one at a time."""
 
     ptx: str
     registers: int
     stack: int
+    warnings: tuple[str, ...] = ()
 
 
-def tool() -> str | None:
-    """The cuobjdump that comes with Triton; None where there is none."""
+def tool(name: str = "cuobjdump") -> str | None:
+    """A tool of CUDA that comes with Triton; None where there is none."""
     import triton
 
-    found = os.path.join(os.path.dirname(triton.__file__), "backends/nvidia/bin/cuobjdump")
+    found = os.path.join(os.path.dirname(triton.__file__), "backends/nvidia/bin", name)
     return found if os.access(found, os.X_OK) else None
 
 
@@ -50,9 +52,9 @@ def build(contract: ScaledMatmul, config: str) -> Code:
     """The code of one kernel.
 
     Errors: what the compiler raises; RuntimeError where cuobjdump is not installed."""
-    reader = tool()
-    if reader is None:
-        raise RuntimeError("this Triton brings no cuobjdump, by which cubins are read")
+    reader, assembler = tool(), tool("ptxas")
+    if reader is None or assembler is None:
+        raise RuntimeError("this Triton brings no cuobjdump and ptxas, by which code is read")
     with tempfile.TemporaryDirectory() as folder:
         options = f"--keep-ptx --keep-cubin --dump-dir={folder}"
         made = device().compiled(form_of(contract), Config.parse(config), options)
@@ -62,11 +64,14 @@ def build(contract: ScaledMatmul, config: str) -> Code:
         command = [reader, "-res-usage", path]
         said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         ptx = made.artifacts.PTX
+        command = [assembler, "-arch=sm_90a", "-", "-o", path]
+        heard = subprocess.run(command, check=True, capture_output=True, text=True, input=ptx)
+    warnings = re.findall(r"Potential Performance Loss: (.*?) in the function", heard.stderr)
     found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", said)
     if found is None:
         raise RuntimeError(f"cuobjdump says no registers: {said[-300:]}")
     registers, stack, local = map(int, found.groups())
-    return Code(ptx, registers, stack + local)
+    return Code(ptx, registers, stack + local, tuple(warnings))
 
 
 def faults(code: Code, contract: ScaledMatmul, config: Config) -> str:
@@ -86,9 +91,10 @@ def faults(code: Code, contract: ScaledMatmul, config: Config) -> str:
         found.append("parts of sums are not read from other programs, or should not be")
     if config.donates != ("setmaxnreg" in code.ptx):
         found.append("registers are not shared out as the config says")
+    found += code.warnings
     if code.stack:
         found.append(f"{code.stack} bytes spill")
-    most = 65536 // (config.threads * config.blocks) // 8 * 8
+    most = 65536 // (config.threads(form) * config.blocks) // 8 * 8
     if code.registers > most:
         found.append(f"{code.registers} registers of {most}")
     return "; ".join(found)

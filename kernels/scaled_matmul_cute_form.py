@@ -14,6 +14,8 @@ E8M0 = torch.float8_e8m0fnu
 BK = 128  # columns of a stage: bytes that a row of swizzled shared memory holds
 SHARED = 227 << 10  # bytes of shared memory of a multiprocessor that programs can have
 ALL = 1 << 30  # rows of W
+SCALERS = 3  # warps that fetch scales, beside the one that fetches codes
+STAGING = 2048  # bytes in which a warp turns 16 rows of 64 results
 PROMOTED = 128  # columns after which float8 sums leave the tensor cores, which keep 14 bits
 
 
@@ -30,6 +32,7 @@ class Form(Hashed):
     sa, sw   dtypes of these
     group    columns that share a scale of a, where that changes along k
     bn, bk   rows and columns that share a scale of W, likewise
+    batched  whether there are batches, each with a weight of its own
     """
 
     a: str
@@ -44,8 +47,14 @@ class Form(Hashed):
     group: int = 0
     bn: int = 0
     bk: int = 0
+    batched: bool = False
 
     __hash__ = Hashed.__hash__
+
+    @property
+    def scaled(self) -> bool:
+        """Whether scales change along k."""
+        return self.rows == "group" or self.columns == "grid"
 
     def __str__(self) -> str:
         return "_".join(str(getattr(self, field.name)) for field in dataclasses.fields(self))
@@ -64,7 +73,9 @@ def form_of(contract: ScaledMatmul) -> Form:
     sizes = (c.group if rows == "group" else 0, bn if grid else 0, w.bk if grid else 0)
     scales = short(c.scale), "" if w.scale is None else short(w.scale)
     codes = short(c.a), short(w.storage)
-    return Form(*codes, short(c.out), bias, step_of(c), rows, columns, *scales, *sizes)
+    return Form(
+        *codes, short(c.out), bias, step_of(c), rows, columns, *scales, *sizes, c.experts > 0
+    )
 
 
 def step_of(contract: ScaledMatmul) -> int:
@@ -73,14 +84,16 @@ def step_of(contract: ScaledMatmul) -> int:
     steps = [size for size in (c.group, w.bk if w.scale is not None else w.k) if 0 < size < w.k]
     if steps:
         return min(PROMOTED, *(size & -size for size in steps))
-    return 0 if c.a is INT8 or c.fast else PROMOTED
+    # torch has no fast sums of rows in fp16, whose results would show the bits that they lack.
+    fast = c.fast and c.out is torch.bfloat16
+    return 0 if c.a is INT8 or fast else PROMOTED
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Tiles and schedule of a kernel: D = L R^T of L[P, K] and R[Q, K].
 
-    p        rows of L that a program has, 64 for each group of warps that multiplies
+    p        rows of L that a program has, 64 for each of two groups of warps in each of two waves
     q        rows of R
     stages   of the pipeline, each of BK columns
     cluster  programs that share a tile of R, whose halves each fetches for all
@@ -116,14 +129,16 @@ class Config:
     @property
     def fault(self) -> str:
         """Why no kernel has such tiles; empty if one has."""
-        if self.p not in (64, 128, 192) or self.q % 8 or not 8 <= self.q <= 256:
-            return "p is 64, 128 or 192, q a multiple of 8 up to 256"
+        if self.p not in (64, 128, 256) or self.q % 8 or not 8 <= self.q <= 256:
+            return "p is 64, 128 or 256, q a multiple of 8 up to 256"
         if not self.swap and self.q % 32:
             return "without swap q is a multiple of 32"
         if self.cluster > 1 and (self.split > 1 or self.q % (8 * self.cluster)):
             return "programs share tiles of R, of 8 rows and more each, or parts of K"
         if self.cluster not in (1, 2, 4) or self.split not in (1, 2, 4, 8):
             return "a cluster has 1, 2 or 4 programs, K 1, 2, 4 or 8 parts"
+        if self.waves > 1 and (self.split > 1 or self.q > 128):
+            return "with p 256 q is at most 128 and K one part"
         if self.split > 1 and self.p * self.q * 4 > self.stages * BK * (self.p + self.q):
             return "sums of parts must fit into the pipeline"
         if not 2 <= self.stages <= 16 or self.shared * self.blocks > SHARED:
@@ -131,20 +146,41 @@ class Config:
         return ""
 
     def takes(self, form: Form) -> bool:
-        """Whether rows of W that share a scale make up tiles of R, or the other way about."""
+        """Whether rows of W that share a scale make up tiles of R, or the other way about; and two
+        waves are for sums of all of K, or of 128 columns and their scales."""
         wide = max(self.q, form.bn), min(self.q, form.bn)
+        if self.waves > 1 and not (form.step == BK and form.scaled or form.step == 0):
+            return False
         return self.swap or form.columns != "grid" or wide[0] % wide[1] == 0
+
+    @property
+    def groups(self) -> int:
+        """Groups of warps that multiply."""
+        return min(self.p // 64, 2)
+
+    @property
+    def waves(self) -> int:
+        """Tiles of 64 rows that each of them has."""
+        return self.p // 64 // self.groups
 
     @property
     def shared(self) -> int:
         """Bytes of shared memory, with what the driver keeps for itself."""
-        groups = self.p // 64
-        return self.stages * (BK * (self.p + self.q) + 16) + groups * self.q * 8 + 3072
+        groups = self.groups
+        staging = groups * 4 * STAGING if self.stages_results else 1024
+        scales = self.q + self.p // 16 if self.swap else self.p + self.q // 32
+        scales *= 16 if self.waves == 1 else 4  # bytes: in steps of 32 columns, or of 128
+        stage = BK * (self.p + self.q) + scales + 16
+        return self.stages * stage + groups * self.q * 8 + 2048 + staging
 
     @property
-    def threads(self) -> int:
+    def stages_results(self) -> bool:
+        """Whether results go through shared memory, so that rows of them are stored together."""
+        return not self.swap and self.split == 1
+
+    def threads(self, form: Form) -> int:
         """Threads that multiply, and those that fetch."""
-        return self.p * 2 + (128 if self.donates else 32)
+        return self.groups * 128 + (128 if self.donates or form.scaled else 32)
 
     @property
     def donates(self) -> bool:

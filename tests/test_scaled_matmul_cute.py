@@ -193,9 +193,9 @@ def test_configs(contract):
 @pytest.mark.parametrize(
     ("n", "k", "m", "config"),
     [
-        (4096, 4096, 1, "p64.q8.t12.c1.s1.b2.swap"),
-        (28672, 4096, 64, "p64.q64.t6.c1.s1.b2.swap"),
-        (1024, 8192, 1, "p64.q8.t12.c1.s4.b2.swap"),
+        (4096, 4096, 1, "p64.q8.t12.c1.s2.b2.swap"),
+        (28672, 4096, 64, "p128.q64.t8.c1.s1.b1.swap"),
+        (1024, 8192, 1, "p64.q8.t12.c1.s8.b2.swap"),
         (4096, 4096, 128, "p64.q64.t6.c1.s1.b2"),
         (28672, 4096, 128, "p128.q128.t6.c1.s1.b1"),
         (28672, 4096, 4096, "p128.q256.t4.c2.s1.b1"),
@@ -246,6 +246,9 @@ def test_every_fault_is_found():
     assert "200 registers of 168" in checks.faults(
         dataclasses.replace(code, registers=200), contract, config
     )
+    slow = checks.build(contract, "p256.q128.t4.c2.s1.b1")  # which `takes` refuses for that
+    assert "are serialized" in checks.faults(slow, contract, config)
+    assert not Config.parse("p256.q128.t4.c2.s1.b1").takes(form_of(contract))
     parts = dataclasses.replace(config, cluster=1, split=2)
     assert "parts of sums" in checks.faults(code, contract, parts)
 
@@ -265,7 +268,7 @@ def test_a_library_is_kept_and_loaded(monkeypatch, tmp_path):
         kernel = cute_cache.kernel("a name", build)
         with pytest.raises(ValueError, match="device_type=cuda"):
             codes = torch.zeros(16, 16, dtype=INT8)
-            kernel(codes, torch.ones(16, 1), codes, torch.ones(16, 1), None, codes.float(), 132)
+            kernel(codes, torch.ones(16, 1), codes, torch.ones(16, 1), None, codes.float(), 132, 0)
     assert len(made) == 1 and cute_cache.place("a name").exists()
     assert cute_cache.place("a name") != cute_cache.place("another")
     monkeypatch.setattr(cute_cache.disk, "folder", lambda: None)
