@@ -59,11 +59,18 @@ Figures = Mapping[str, Mapping[str, Mapping[str, tuple[float, str]]]]  # word, s
 
 
 class Page:
-    """The cells of one device, kept in a file."""
+    """The cells of one device, kept in a file.
 
-    def __init__(self, path: pathlib.Path | None, device: str) -> None:
+    device, target  which; None for whatever the file is of
+    Errors: QinductorError for a file that is of another one, or of other versions, or is none."""
+
+    def __init__(
+        self, path: pathlib.Path | None, device: str | None = None, target: str = ""
+    ) -> None:
         self.path = path
-        self.head = {"device": device, "torch": torch.__version__, "triton": triton()}
+        self.head = {
+            "device": device, "target": target, "torch": torch.__version__, "triton": triton(),
+        }  # fmt: skip
         self.versions: dict[str, str] = {}  # of peers
         self.cells: Cells = {}
         if path is not None and path.exists():
@@ -74,6 +81,8 @@ class Page:
 
     def _read(self, held: dict[str, Any]) -> None:
         found = {name: held[name] for name in self.head}
+        if self.head["device"] is None:
+            self.head = found
         if found != self.head:
             raise QinductorError(
                 f"{self.path} is of {found}, and here is {self.head}; name another file"
@@ -197,8 +206,8 @@ def table(page: Page, cells: Cells, floors: Mapping[Key, float | None]) -> str:
             lines.append(f"| {' | '.join(line)} |")
         texts.append("\n".join(lines))
     versions = ", ".join(f"{name} {version}" for name, version in page.versions.items())
-    head = ", ".join(f"{name} {value}".removeprefix("device ") for name, value in page.head.items())
-    return "\n\n".join([f"{head}; {versions or 'no peers'}; microseconds", *texts]) + "\n"
+    here = "{device}, torch {torch}, triton {triton}".format(**page.head)
+    return "\n\n".join([f"{here}; {versions or 'no peers'}; microseconds", *texts]) + "\n"
 
 
 def _short(us: float | None) -> str:
@@ -212,12 +221,15 @@ def plot(page: Page, cells: Cells, path: str) -> None:
     """The ratios to the best peer as a picture: a field for each format, of N x K and M, for what
     the dispatcher picks and for the CuTe DSL kernel alone."""
     plt = pyplot()
+    import numpy  # matplotlib brings both
+    from PIL import Image
+
     words = list(dict.fromkeys(key.word for key in cells))
     rows = sorted({key.m for key in cells})
     shapes = list(dict.fromkeys(key.shape for key in cells))
     size = (1.6 + len(words) * (1.2 + 0.42 * len(rows)), 1.2 + 2 * (0.6 + 0.28 * len(shapes)))
     figure, fields = plt.subplots(
-        2, len(words), figsize=size, squeeze=False, sharey=True, layout="constrained"
+        2, len(words), figsize=size, dpi=90, squeeze=False, sharey=True, layout="constrained"
     )
     for line, name in enumerate((CHOSEN, CUTE)):
         for place, word in enumerate(words):
@@ -227,7 +239,10 @@ def plot(page: Page, cells: Cells, path: str) -> None:
             for y, values in enumerate(grid):
                 for x, value in enumerate(values):
                     if not math.isnan(value):
-                        axes.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize=6)
+                        ink = "black" if 0.75 < value < 1.3 else "white"
+                        axes.text(
+                            x, y, f"{value:.2f}", ha="center", va="center", fontsize=6, color=ink
+                        )
             mean = f": {geometric(ratios.values()):.2f}" if ratios else ""
             axes.set_title(f"{word}, {name}{mean}", fontsize=8)
             axes.set_xticks(range(len(rows)), list(map(str, rows)), fontsize=7)
@@ -237,5 +252,7 @@ def plot(page: Page, cells: Cells, path: str) -> None:
     figure.suptitle(
         f"{page.head['device']}, torch {page.head['torch']}: time to the best peer's", fontsize=9
     )
-    figure.savefig(path, dpi=90)
+    figure.canvas.draw()
+    drawn = Image.fromarray(numpy.asarray(figure.canvas.buffer_rgba())[..., :3])
     plt.close(figure)
+    drawn.quantize(64).save(path, optimize=True)  # a quarter of the bytes of all colours

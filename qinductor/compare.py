@@ -151,6 +151,21 @@ class Comparison:
                 f"the device is lost after {name}; run the command again: {error}"
             ) from error
 
+    def run(
+        self, asked: Sequence[tuple[str, str]], rows: Sequence[int], budget: float | None
+    ) -> bool:
+        """Measures what is not measured; whether that is all. A budget, seconds, starts no cell
+        after it."""
+        stop = float("inf") if budget is None else time.monotonic() + budget
+        for word, shape in asked:
+            held: dict[str, Any] = {}
+            for m in rows:
+                if time.monotonic() > stop:
+                    return False
+                print(self.measure(word, shape, m, held), flush=True)
+                self.page.save()
+        return True
+
     def prepare(
         self, words: Sequence[str], shapes: Sequence[str], rows: Sequence[int], jobs: int
     ) -> None:
@@ -232,40 +247,40 @@ def main(arguments: list[str]) -> int:
     if wrong := [name for name in given.peers.split(",") if name and name not in peers.ALL]:
         raise QinductorError(f"no peer: {', '.join(wrong)}; wanted {','.join(peers.ALL)}")
     others = [peers.ALL[name] for name in given.peers.split(",") if name]
-    asked = [(w, s, [_contract(w, s)]) for w in words for s in shapes]  # an error before the work
+    asked = [(word, shape) for word in words for shape in shapes]
+    for word, shape in asked:
+        _contract(word, shape)  # an error before the work
     if given.plot:
         pyplot()
-    tuner = Tuner(given.device or ("cuda" if torch.cuda.is_available() else "cpu"), tables.own())
-    page = Page(pathlib.Path(given.json) if given.json else None, tuner.name)
-    comparison = Comparison(page, tuner, others)
-    stop = float("inf") if given.budget is None else time.monotonic() + given.budget
-    status = 0
-    try:
-        if given.jobs:
-            comparison.prepare(words, shapes, rows, given.jobs)
-        for word, shape, _ in asked:
-            held: dict[str, Any] = {}
-            for m in rows:
-                if time.monotonic() > stop:
-                    break
-                print(comparison.measure(word, shape, m, held), flush=True)
-                page.save()
-    except KeyboardInterrupt:
-        print("\ninterrupted: the same command goes on from here")
-        status = 130
-    _written(page, asked, rows, tuner.target, given)
+    path, status = pathlib.Path(given.json) if given.json else None, 0
+    if given.show:
+        if path is None or not path.exists():
+            raise QinductorError("--show needs a --json FILE that was measured")
+        page = Page(path)
+    else:
+        tuner = Tuner(
+            given.device or ("cuda" if torch.cuda.is_available() else "cpu"), tables.own()
+        )
+        page = Page(path, tuner.name, tuner.target)
+        comparison = Comparison(page, tuner, others)
+        try:
+            if given.jobs:
+                comparison.prepare(words, shapes, rows, given.jobs)
+            if not comparison.run(asked, rows, given.budget):
+                print("the budget is used up: the same command goes on from here")
+        except KeyboardInterrupt:
+            print("\ninterrupted: the same command goes on from here")
+            status = 130
+    _written(page, [Key(*each, m) for each in asked for m in rows], given)
     return status
 
 
-def _written(
-    page: Page, asked: Sequence[Any], rows: Sequence[int], target: str, given: Any
-) -> None:
+def _written(page: Page, keys: Sequence[Key], given: Any) -> None:
     """Prints the means, and writes the table and the plot, of the cells that were asked for."""
-    path = pathlib.Path(given.published) if given.published else None
-    keys = [Key(word, shape, m) for word, shape, _ in asked for m in rows]
+    path, target = pathlib.Path(given.published) if given.published else None, page.head["target"]
     found = {key: page.cells[key] for key in keys if key in page.cells}
     found = cells.scaled(found, page.cells, cells.published(path, page.head["device"]))
-    floors = {key: floor(_contract(key.word, key.shape), key.m, target) for key in found}
+    floors = {key: floor(_contract(key.word, key.shape), key.m, target or "cpu") for key in found}
     print(cells.means(found))
     if given.table:
         pathlib.Path(given.table).write_text(cells.table(page, found, floors))
@@ -291,5 +306,8 @@ def _parser() -> argparse.ArgumentParser:
         "--jobs", type=int, default=0, metavar="N", help="compiles in N processes first"
     )
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="starts no cell after it")
+    parser.add_argument(
+        "--show", action="store_true", help="measures nothing: prints and draws what FILE holds"
+    )
     parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where it is")
     return parser

@@ -244,11 +244,11 @@ class Humming(Common):
 
     def why_not(self, contract: ScaledMatmul) -> str | None:
         c, w, kind = contract, contract.weight, form(contract)
-        if not kind or c.a is not E4M3 or w.storage is not E4M3:
-            return "it is compared for float8_e4m3fn with scales of tensors, rows and blocks"
+        if kind not in ("tensor", "row", "block128") or {c.a, w.storage} != {E4M3}:
+            return "it takes float8_e4m3fn with scales of tensors, rows and blocks of 128"
         if c.out is not BF16:
             return f"the result is {short(c.out)}; it is compared for bf16"
-        size = max(64, c.group if kind.startswith("block") else 0)
+        size = 128 if kind == "block128" else 64
         if w.n % size or w.k % 128:
             return f"W is {w.n}x{w.k}; it takes multiples of {size} and 128"
         return None
@@ -266,12 +266,12 @@ class Humming(Common):
         from humming.schema import HummingInputSchema, HummingWeightSchema
         from humming.transform import prepare_layer_config
 
-        kind, w, block = form(contract), contract.weight, 0
-        if kind.startswith("block"):
-            block = w.bk
+        kind, w = form(contract), contract.weight
+        block = w.bk if kind == "block128" else 0
         modes = {"tensor": "static_tensor", "row": "dynamic_token"}
         weight = HummingWeightSchema(
             b_dtype="float8e4m3",
+            bs_dtype="float32" if kind == "tensor" else None,  # of rows it takes bf16
             weight_scale_type={"tensor": "tensor", "row": "channel"}.get(kind, "block"),
             weight_scale_group_size=block,
             weight_scale_group_size_n=block,
@@ -296,7 +296,8 @@ class Humming(Common):
 
         codes, scale, kind = source.weight.codes, source.weight.scale, form(contract)
         assert scale is not None
-        given = {"tensor": scale.view(1), "row": scale.to(BF16)}.get(kind, scale)
+        given = scale.to(BF16) if kind == "row" else scale
+        given = scale.view(1) if kind == "tensor" else given
         made = transform_humming_tensors(
             self._layer(contract), {"weight": codes.view(torch.int32), "weight_scale": given}
         )

@@ -54,10 +54,10 @@ def main(arguments: list[str], made: Factory) -> int:
     if wrong := [m for m in rows if m not in GRID]:
         raise QinductorError(f"the dispatcher knows M of {list(GRID)}; got {wrong}")
     print(f"{len(contracts)} weights on {tuner.name}; the times go to {tuner.path}")
-    stop = float("inf") if given.budget is None else time.monotonic() + given.budget
     try:
         if given.jobs:
             tuner.prepare(contracts, rows, given.jobs)
+        stop = float("inf") if given.budget is None else time.monotonic() + given.budget
         with _progress(len(contracts) * len(rows)) as said:
             done = all(tuner.tune(each, rows, stop, given.again, said) for each in contracts)
     except KeyboardInterrupt:
@@ -220,15 +220,18 @@ class Tuner:
 
     def prepare(self, contracts: Sequence[Contract], rows: Sequence[int], jobs: int) -> None:
         """Has all routes compiled, in processes: one after the other takes most of the time."""
-        tasks: dict[tuple[Any, ...], None] = {}
+        tasks: dict[tuple[Any, ...], bool] = {}  # whether its kernel is compiled by one before
+        seen: set[tuple[str, str]] = set()
         for contract in contracts:
             op, limits = self.op_of(contract), self.limits(contract)
             for m in rows:
                 for name in (name for name, limit in limits.items() if m <= limit):
                     for route in routes_of(op.providers[name], contract, m)[: self.most]:
-                        tasks[op.name, contract, route, m, self.device] = None
+                        key = tables.family(contract)[0], route
+                        tasks[op.name, contract, route, m, self.device] = key in seen
+                        seen.add(key)
         started = time.monotonic()
-        failed = spread(compiled, tasks, jobs)
+        failed = spread(compiled, sorted(tasks, key=tasks.__getitem__), jobs)
         spent = time.monotonic() - started
         print(f"ran {len(tasks)} routes in {jobs} processes in {spent:.0f} s; {failed} failed")
 
