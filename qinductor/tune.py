@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import os
 import pathlib
+import re
 import sys
 import tempfile
 import time
@@ -43,7 +44,7 @@ def main(arguments: list[str], made: Factory) -> int:
     given = _parser().parse_args(arguments)
     device = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
     out = pathlib.Path(given.out) if given.out else tables.own()
-    tuner = Tuner(device, out, most=given.configs)
+    tuner = Tuner(device, out, most=most_of(given.configs))
     if given.factory:
         contracts = found_in(OPS[given.op], *made(given.factory))
     else:
@@ -89,8 +90,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", metavar="DIR", help=f"default {tables.own()}")
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="starts no row after it")
     parser.add_argument(
-        "--configs", type=int, default=MANY, metavar="N",
-        help="measures a provider's first N configs at an M alone; default: all",
+        "--configs", default="", metavar="N|PROVIDER=N,...",
+        help="measures the first N configs at an M alone, of a provider or of each; default: all",
     )  # fmt: skip
     parser.add_argument(
         "--jobs", type=int, default=0, metavar="N", help="compiles in N processes first"
@@ -98,6 +99,20 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--again", action="store_true", help="measures what is measured, too")
     parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where it is")
     return parser
+
+
+def most_of(text: str) -> dict[str, int]:
+    """{provider, "" for any other: N} of `N` or `PROVIDER=N,...`; QinductorError for other text."""
+    found: dict[str, int] = {}
+    known = {name for op in OPS.values() for name in op.providers}
+    for word in filter(None, text.split(",")):
+        name, _, number = word.rpartition("=")
+        if name not in {"", *known} or re.fullmatch(r"[1-9]\d*", number) is None:
+            raise QinductorError(
+                f"no --configs: {word!r}; wanted N, or PROVIDER=N such as {min(known)}=4"
+            )
+        found[name] = int(number)
+    return found
 
 
 def found_in(op: Op, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
@@ -173,11 +188,11 @@ class Tuner:
 
     def __init__(
         self, device: str, folder: pathlib.Path, op: Op | None = None,
-        timer: Timer | None = None, most: int = MANY,
+        timer: Timer | None = None, most: Mapping[str, int] | None = None,
     ) -> None:  # fmt: skip
-        """op: in place of each contract's own; most: configs of a provider at an M."""
+        """op: in place of each contract's own; most: configs at an M, by provider, "" any other."""
         self.device, self.op, self.timer = device, op, timer or timing.microseconds
-        self.most = most
+        self.most = most or {}
         self.target = "cpu"
         if device == "cuda":
             if not torch.cuda.is_available():
@@ -226,7 +241,7 @@ class Tuner:
             op, limits = self.op_of(contract), self.limits(contract)
             for m in rows:
                 for name in (name for name, limit in limits.items() if m <= limit):
-                    for route in routes_of(op.providers[name], contract, m)[: self.most]:
+                    for route in self.tried(op, name, contract, m):
                         key = tables.family(contract)[0], route
                         tasks[op.name, contract, route, m, self.device] = key in seen
                         seen.add(key)
@@ -234,6 +249,11 @@ class Tuner:
         failed = spread(compiled, sorted(tasks, key=tasks.__getitem__), jobs)
         spent = time.monotonic() - started
         print(f"ran {len(tasks)} routes in {jobs} processes in {spent:.0f} s; {failed} failed")
+
+    def tried(self, op: Op, name: str, contract: Contract, m: int) -> Sequence[str]:
+        """The routes of a provider that are measured at m rows, its own choice first."""
+        most = self.most.get(name, self.most.get("", MANY))
+        return routes_of(op.providers[name], contract, m)[:most]
 
     def op_of(self, contract: Contract) -> Op:
         return self.op or op_of(contract)
@@ -257,8 +277,7 @@ class Tuner:
         passed over unless they are the provider's own choice for this M."""
         best: dict[str, float] = {}
         for name in (name for name, limit in limits.items() if m <= limit):
-            routes = routes_of(weight.op.providers[name], weight.contract, m)[: self.most]
-            choice, *others = routes
+            choice, *others = self.tried(weight.op, name, weight.contract, m)
             times: dict[str, float] = {}
             for route in [choice, *(other for other in others if other not in hopeless)]:
                 try:

@@ -492,6 +492,18 @@ def test_tune_prepares_and_measures_the_first_configs(tmp_path, capsys, monkeypa
     assert set(seen) == {"a", "b"} and "ran 6 routes in 5 processes" in capsys.readouterr().out
 
 
+def test_configs_of_a_provider(tmp_path, capsys):
+    assert tune.most_of("") == {} and tune.most_of("3") == {"": 3}
+    assert tune.most_of("triton.scaled_mma=3,2") == {"triton.scaled_mma": 3, "": 2}
+    made = Tuner("cpu", tmp_path, most={"cute.scaled_mma": 2, "": 1})
+    contract = contract_of("fp8-row", 4096, 4096)
+    asked = [made.tried(SCALED_MATMUL, n, contract, 16) for n in (CUTE, "triton.scaled_mma")]
+    assert list(map(len, asked)) == [2, 1]
+    for wrong in ("0", "x", "nobody=3", "triton.scaled_mma=", "3,,x=1"):
+        assert main(["tune", "--configs", wrong, "--out", str(tmp_path)]) == 2
+        assert "error: no --configs: " in capsys.readouterr().err
+
+
 def test_x_is_drawn_once_for_an_m(monkeypatch):
     weight = trial.ScaledWeight(SCALED_MATMUL, INT8, "cpu")
     first = weight.x(4)
