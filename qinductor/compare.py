@@ -74,13 +74,15 @@ class Lost(QinductorError):
 
 
 class Comparison:
-    """Measures cells on one device."""
+    """Measures cells on one device; `again`: what is measured of ours, too."""
 
     def __init__(
-        self, page: Page, tuner: Tuner, others: Sequence[peers.Peer], timer: Timer | None = None
-    ) -> None:
+        self, page: Page, tuner: Tuner, others: Sequence[peers.Peer], timer: Timer | None = None,
+        again: bool = False,
+    ) -> None:  # fmt: skip
         self.page, self.tuner, self.others = page, tuner, others
         self.timer, self.device = timer or timing.microseconds, tuner.device
+        self.again = again
         for peer in others:
             if peer.missing() is None:
                 page.versions[peer.name] = peer.version()
@@ -102,7 +104,8 @@ class Comparison:
         contract = _contract(word, shape)
         cell = self.page.cells.setdefault(Key(word, shape, m), Cell())
         for name, route in self.routes(contract, m).items():
-            if cell.routes.get(name) == route and (name in cell.us or name in cell.notes):
+            known = cell.routes.get(name) == route and (name in cell.us or name in cell.notes)
+            if known and not self.again:
                 continue
             cell.routes[name] = route
             same = [other for other, text in cell.routes.items() if text == route and other != name]
@@ -164,6 +167,9 @@ class Comparison:
                     return False
                 print(self.measure(word, shape, m, held), flush=True)
                 self.page.save()
+            if held and self.device == "cuda":
+                held.clear()
+                torch.cuda.empty_cache()  # of graphs that are gone
         return True
 
     def prepare(
@@ -262,7 +268,7 @@ def main(arguments: list[str]) -> int:
             given.device or ("cuda" if torch.cuda.is_available() else "cpu"), tables.own()
         )
         page = Page(path, tuner.name, tuner.target)
-        comparison = Comparison(page, tuner, others)
+        comparison = Comparison(page, tuner, others, again=given.again)
         try:
             if given.jobs:
                 comparison.prepare(words, shapes, rows, given.jobs)
@@ -306,6 +312,9 @@ def _parser() -> argparse.ArgumentParser:
         "--jobs", type=int, default=0, metavar="N", help="compiles in N processes first"
     )
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="starts no cell after it")
+    parser.add_argument(
+        "--again", action="store_true", help="measures ours that are measured, too; not peers"
+    )
     parser.add_argument(
         "--show", action="store_true", help="measures nothing: prints and draws what FILE holds"
     )

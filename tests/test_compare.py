@@ -88,9 +88,9 @@ def fakes(monkeypatch):
     return use
 
 
-def comparison(path, clock, others=()):
+def comparison(path, clock, others=(), **more):
     tuner = Tuner("cpu", tables.own())
-    return compare.Comparison(Page(path, tuner.name, tuner.target), tuner, others, clock)
+    return compare.Comparison(Page(path, tuner.name, tuner.target), tuner, others, clock, **more)
 
 
 # What is measured -----------------------------------------------------------------------------
@@ -174,6 +174,12 @@ def test_goes_on_from_a_file(fakes, tmp_path):
     clock = Clock(3.0)
     comparison(path, clock, [good, late]).run([(WORD, SHAPE)], [4], None)
     assert not clock.count
+    again = comparison(path, Clock(3.0), [good, late], again=True)
+    again.run([(WORD, SHAPE)], [4], None)
+    assert again.page.cells[KEY].us == dict.fromkeys([*OURS, CHOSEN], 3.0) | {
+        "good": 10.0,
+        "late": 7.0,
+    }
     key, times = tables.key("scaled_matmul", INT8), {4: {"aten.mm_in_blocks": 1.0}}
     file = tables.own() / tables.file_of(CPU)
     tune.merge(file, CPU, key, {}, times)
