@@ -99,6 +99,7 @@ class Page:
         cells = {" ".join(map(str, k)): dataclasses.asdict(c) for k, c in self.cells.items()}
         whole = {**self.head, "peers": self.versions, "cells": cells}
         replace(self.path, [json.dumps(whole, indent=1).encode()])
+        self.path.chmod(0o644)  # a temporary file is the owner's alone
 
 
 def published(path: pathlib.Path | None, device: str | None) -> Figures:
