@@ -12,8 +12,9 @@ from pathlib import Path
 # call run through: qinductor/*.py but for NOT_CORE (of serving, a plain call runs few).
 CORE_LINES = 2500
 NOT_CORE = (
-    "bench.py", "caches", "demo.py", "doctor.py", "explain.py", "formats.py", "sass.py", "serving",
-    "testing.py", "timing.py", "triton_compile.py", "tune.py", "__main__.py",
+    "bench.py", "caches", "cells.py", "compare.py", "demo.py", "doctor.py", "explain.py",
+    "formats.py", "peers.py", "sass.py", "serving", "testing.py", "timing.py", "trial.py",
+    "triton_compile.py", "tune.py", "__main__.py",
 )  # fmt: skip
 FILE_LINES = 400
 TEST_LINES = 1000  # a golden graph is long

@@ -22,21 +22,23 @@ class Case:
     m: int
     contract: ScaledMatmul
 
-    def make(self, seed: int = 0, exact: bool = False) -> Made:
+    def make(self, seed: int = 0, exact: bool = False, device: str = "cpu") -> Made:
         """(a, its scale, operands) with random codes and scales.
 
+        device where they are drawn, and stay; the numbers are others on another kind of device
         exact  codes are small integers and scales powers of two: every sum is exact in float32, in
                any order, and so is the result but for its last rounding"""
         c, w = self.contract, self.contract.weight
-        data = Data(torch.Generator().manual_seed(seed), exact)
+        data = Data(torch.Generator(device).manual_seed(seed), exact)
         low, high = code_range(w.codes) or (-127, 127)
         q = data.codes(FLOAT_CODES.get(w.codes, INT8), (w.n, w.k), low, high)
         held = None if w.scale is None else data.scales(w.grid, w.scale)
         bias = None
         if c.bias is not None:
-            bias = torch.randint(-8, 9, (w.n,), generator=data.random).to(c.bias)
-            bias = bias if exact else bias + torch.rand(w.n, generator=data.random).to(c.bias)
-        a, scale = activation(c, self.m, seed, exact)
+            bias = data.integers(-8, 9, (w.n,)).to(c.bias)
+            more = torch.rand(w.n, generator=data.random, device=device).to(c.bias)
+            bias = bias if exact else bias + more
+        a, scale = activation(c, self.m, seed, exact, device)
         return a, scale, Operands(QuantizedWeight(w, q, held), bias)
 
 
@@ -53,21 +55,26 @@ class Data:
         if self.exact:
             low, high = max(low, -4), min(high, 3)
         if not dtype.is_floating_point or self.exact:
-            return torch.randint(low, high + 1, shape, generator=self.random).to(dtype)
-        return (torch.randn(shape, generator=self.random) * 60).clamp(-448, 448).to(dtype)
+            return self.integers(low, high + 1, shape).to(dtype)
+        drawn = torch.randn(shape, generator=self.random, device=self.random.device)
+        return drawn.mul_(60).clamp_(-448, 448).to(dtype)
+
+    def integers(self, low: int, high: int, shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.randint(low, high, shape, generator=self.random, device=self.random.device)
 
     def scales(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         if self.exact or dtype is E8M0:
-            return torch.exp2(torch.randint(-3, 1, shape, generator=self.random).float()).to(dtype)
-        return (torch.rand(shape, generator=self.random) * 0.02 + 0.002).to(dtype)
+            return torch.exp2(self.integers(-3, 1, shape).float()).to(dtype)
+        drawn = torch.rand(shape, generator=self.random, device=self.random.device)
+        return (drawn * 0.02 + 0.002).to(dtype)
 
 
 def activation(
-    contract: ScaledMatmul, m: int, seed: int = 0, exact: bool = False
+    contract: ScaledMatmul, m: int, seed: int = 0, exact: bool = False, device: str = "cpu"
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(a [m, K], its scale), always the same for a seed."""
     c, k = contract, contract.weight.k
-    data = Data(torch.Generator().manual_seed(seed + 1), exact)
+    data = Data(torch.Generator(device).manual_seed(seed + 1), exact)
     shape = (m, -(-k // c.group)) if c.group else (1,)
     low, high = (0, 255) if c.a is UINT8 else (-127, 127)
     return data.codes(c.a, (m, k), low, high), data.scales(shape, c.scale)

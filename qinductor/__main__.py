@@ -1,4 +1,4 @@
-"""`python -m qinductor`: demo, explain, doctor, tune, bench."""
+"""`python -m qinductor`: demo, explain, doctor, tune, bench, compare."""
 
 import argparse
 import importlib.util
@@ -20,6 +20,7 @@ def main(arguments: list[str]) -> int:
     commands.add_parser("doctor", help="what this machine has, what runs on it", add_help=False)
     commands.add_parser("tune", help="measures the providers on this device", add_help=False)
     commands.add_parser("bench", help="an operator's times by M, and others'", add_help=False)
+    commands.add_parser("compare", help="products of codes beside other libraries'", add_help=False)
     explain = commands.add_parser("explain", help="what would be lowered, and why the rest not")
     explain.add_argument(
         "factory", metavar="FILE.py:FACTORY", help="a function that returns (module, args, kwargs)"
@@ -37,7 +38,7 @@ def main(arguments: list[str]) -> int:
         from qinductor.doctor import main as doctor
 
         return doctor(rest)
-    if given.command in ("tune", "bench"):
+    if given.command in ("tune", "bench", "compare"):
         return _measured(given.command, rest)
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -55,10 +56,12 @@ def main(arguments: list[str]) -> int:
 
 
 def _measured(command: str, arguments: list[str]) -> int:
-    from qinductor import bench, tune
+    from qinductor import bench, compare, tune
 
     qinductor.load()
     try:
+        if command == "compare":
+            return compare.main(arguments)
         return bench.main(arguments) if command == "bench" else tune.main(arguments, _made)
     except QinductorError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -20,7 +20,8 @@ from qinductor.kernels.dequant_matmul import DEQUANT_MATMUL
 from qinductor.kernels.scaled_matmul import SCALED_MATMUL
 from qinductor.op import Op, Plan, routes_of, single, split
 from qinductor.rates import evaluator, rates, roofline
-from qinductor.tune import ScaledWeight, Timer, Tuner, Weight, plain, triton, weight_of
+from qinductor.trial import ScaledWeight, Weight, weight_of
+from qinductor.tune import Timer, Tuner, plain, triton
 
 ROWS = "1,4,16,64,256,1024,4096"
 FORMATS = {DEQUANT_MATMUL.name: "int4-g128", SCALED_MATMUL.name: "fp8-row"}  # the default ones
@@ -64,7 +65,7 @@ def main(arguments: list[str]) -> int:
         raise QinductorError(f"{word} is a format of {op_of(contract).name}, not of {given.op}")
     rows = rows_of(given.m)
     if given.plot:
-        _pyplot()  # an error before the work, not after it
+        pyplot()  # an error before the work, not after it
     try:
         result = measured(contract, rows, given.device or _device())
     except Refused as refused:
@@ -211,7 +212,8 @@ def text(result: Result) -> str:
     return "\n".join([*head, *lines, *chosen])
 
 
-def _pyplot() -> Any:
+def pyplot() -> Any:
+    """matplotlib.pyplot, without a display. QinductorError where it is not installed."""
     try:
         import matplotlib
     except ImportError:
@@ -224,8 +226,8 @@ def _pyplot() -> Any:
 
 def plot(result: Result, path: str) -> None:
     """The times over M, both logarithmic, as a picture."""
-    pyplot = _pyplot()
-    figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
+    plt = pyplot()
+    figure, axes = plt.subplots(figsize=(9, 5), layout="constrained")
     for name, us in result.us.items():
         if us:
             style = {"linewidth": 3} if name == CHOSEN else {"marker": ".", "linewidth": 1}
@@ -239,4 +241,4 @@ def plot(result: Result, path: str) -> None:
     axes.set_title(f"{result.device}, torch {result.torch}", fontsize="small")
     figure.legend(loc="outside right upper")
     figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    plt.close(figure)

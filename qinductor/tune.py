@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import os
 import pathlib
+import re
 import sys
 import tempfile
 import time
@@ -18,20 +19,18 @@ import torch
 
 import qinductor
 from qinductor import tables, timing
-from qinductor.contracts import dequantize
 from qinductor.dispatch import able
 from qinductor.errors import QinductorError, Refused
 from qinductor.formats import Contract, contract_of, op_of, rows_of, shape_of
-from qinductor.kernels import scaled_matmul_cases as scaled
-from qinductor.kernels.dequant_matmul import DEQUANT_MATMUL, Case
+from qinductor.kernels.dequant_matmul import DEQUANT_MATMUL
 from qinductor.kernels.scaled_matmul import SCALED_MATMUL, ScaledMatmul
-from qinductor.op import GRID, OPS, Op, Plan, Provider, routes_of, single, split
-from qinductor.testing import OUTPUTS, product_oracle
+from qinductor.op import GRID, OPS, Op, Plan, routes_of, single
+from qinductor.trial import Weight, blank, spread, weight_of
 
 SHAPES = "4096x4096,28672x4096,4096x14336"
 FORMATS = "int4-g128"
+MANY = 1 << 30
 HOPELESS = 1.25  # times its provider's best: a config so slow is not tried at larger M
-JUDGED = 32  # rows of a result that are compared with the reference: the first, and the last
 
 Timer = Callable[[Sequence[timing.Call], str], float]
 Factory = Callable[[str], tuple[Any, tuple[Any, ...], dict[str, Any]]]
@@ -44,7 +43,8 @@ def main(arguments: list[str], made: Factory) -> int:
     Errors: QinductorError for bad input, or if the table cannot be written."""
     given = _parser().parse_args(arguments)
     device = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    tuner = Tuner(device, pathlib.Path(given.out) if given.out else tables.own())
+    out = pathlib.Path(given.out) if given.out else tables.own()
+    tuner = Tuner(device, out, most=most_of(given.configs))
     if given.factory:
         contracts = found_in(OPS[given.op], *made(given.factory))
     else:
@@ -55,8 +55,10 @@ def main(arguments: list[str], made: Factory) -> int:
     if wrong := [m for m in rows if m not in GRID]:
         raise QinductorError(f"the dispatcher knows M of {list(GRID)}; got {wrong}")
     print(f"{len(contracts)} weights on {tuner.name}; the times go to {tuner.path}")
-    stop = float("inf") if given.budget is None else time.monotonic() + given.budget
     try:
+        if given.jobs:
+            tuner.prepare(contracts, rows, given.jobs)
+        stop = float("inf") if given.budget is None else time.monotonic() + given.budget
         with _progress(len(contracts) * len(rows)) as said:
             done = all(tuner.tune(each, rows, stop, given.again, said) for each in contracts)
     except KeyboardInterrupt:
@@ -87,9 +89,30 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--m", help=f"default {','.join(map(str, GRID))}")
     parser.add_argument("--out", metavar="DIR", help=f"default {tables.own()}")
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="starts no row after it")
+    parser.add_argument(
+        "--configs", default="", metavar="N|PROVIDER=N,...",
+        help="measures the first N configs at an M alone, of a provider or of each; default: all",
+    )  # fmt: skip
+    parser.add_argument(
+        "--jobs", type=int, default=0, metavar="N", help="compiles in N processes first"
+    )
     parser.add_argument("--again", action="store_true", help="measures what is measured, too")
     parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where it is")
     return parser
+
+
+def most_of(text: str) -> dict[str, int]:
+    """{provider, "" for any other: N} of `N` or `PROVIDER=N,...`; QinductorError for other text."""
+    found: dict[str, int] = {}
+    known = {name for op in OPS.values() for name in op.providers}
+    for word in filter(None, text.split(",")):
+        name, _, number = word.rpartition("=")
+        if name not in {"", *known} or re.fullmatch(r"[1-9]\d*", number) is None:
+            raise QinductorError(
+                f"no --configs: {word!r}; wanted N, or PROVIDER=N such as {min(known)}=4"
+            )
+        found[name] = int(number)
+    return found
 
 
 def found_in(op: Op, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
@@ -150,6 +173,12 @@ def triton() -> str | None:
         return None
 
 
+def compiled(op: str, contract: Contract, route: str, m: int, device: str) -> None:
+    """Runs a route once, in a process of its own."""
+    qinductor.load()
+    blank(OPS[op], contract, route, m, device)
+
+
 class Tuner:
     """Measures contracts on one device and keeps the times in one file.
 
@@ -159,10 +188,11 @@ class Tuner:
 
     def __init__(
         self, device: str, folder: pathlib.Path, op: Op | None = None,
-        timer: Timer | None = None,
+        timer: Timer | None = None, most: Mapping[str, int] | None = None,
     ) -> None:  # fmt: skip
-        """op: in place of each contract's own."""
+        """op: in place of each contract's own; most: configs at an M, by provider, "" any other."""
         self.device, self.op, self.timer = device, op, timer or timing.microseconds
+        self.most = most or {}
         self.target = "cpu"
         if device == "cuda":
             if not torch.cuda.is_available():
@@ -203,6 +233,28 @@ class Tuner:
             said(f"{contract.summary} M={m}: {best} {row.get(best, 0):.1f} us", 1)
         return True
 
+    def prepare(self, contracts: Sequence[Contract], rows: Sequence[int], jobs: int) -> None:
+        """Has all routes compiled, in processes: one after the other takes most of the time."""
+        tasks: dict[tuple[Any, ...], bool] = {}  # whether its kernel is compiled by one before
+        seen: set[tuple[str, str]] = set()
+        for contract in contracts:
+            op, limits = self.op_of(contract), self.limits(contract)
+            for m in rows:
+                for name in (name for name, limit in limits.items() if m <= limit):
+                    for route in self.tried(op, name, contract, m):
+                        key = tables.family(contract)[0], route
+                        tasks[op.name, contract, route, m, self.device] = key in seen
+                        seen.add(key)
+        started = time.monotonic()
+        failed = spread(compiled, sorted(tasks, key=tasks.__getitem__), jobs)
+        spent = time.monotonic() - started
+        print(f"ran {len(tasks)} routes in {jobs} processes in {spent:.0f} s; {failed} failed")
+
+    def tried(self, op: Op, name: str, contract: Contract, m: int) -> Sequence[str]:
+        """The routes of a provider that are measured at m rows, its own choice first."""
+        most = self.most.get(name, self.most.get("", MANY))
+        return routes_of(op.providers[name], contract, m)[:most]
+
     def op_of(self, contract: Contract) -> Op:
         return self.op or op_of(contract)
 
@@ -225,7 +277,7 @@ class Tuner:
         passed over unless they are the provider's own choice for this M."""
         best: dict[str, float] = {}
         for name in (name for name, limit in limits.items() if m <= limit):
-            choice, *others = routes_of(weight.op.providers[name], weight.contract, m)
+            choice, *others = self.tried(weight.op, name, weight.contract, m)
             times: dict[str, float] = {}
             for route in [choice, *(other for other in others if other not in hopeless)]:
                 try:
@@ -250,104 +302,6 @@ class Tuner:
                 torch.cuda.synchronize()
             except RuntimeError as lost:
                 raise QinductorError(f"the device is lost after {text}") from lost
-
-
-class Weight:
-    """A random weight of a contract, packed for whichever provider is asked for."""
-
-    def __init__(self, op: Op, contract: Any, device: str) -> None:
-        self.op, self.contract, self.device = op, contract, device
-        self.source = self.made()
-        self.packed: dict[str, list[torch.Tensor]] = {}
-
-    def made(self) -> Any:
-        """The operands that providers pack."""
-        source = moved(Case("", 1, self.contract).make()[1], self.device)
-        self.w = dequantize(source.weight)
-        return source
-
-    def x(self, m: int, seed: int = 0) -> Any:
-        """[m, K], always the same for a seed."""
-        made = torch.Generator(self.device).manual_seed(seed)
-        shape = m, self.contract.weight.k
-        return torch.randn(shape, generator=made, device=self.device).to(self.contract.x)
-
-    def dense(self, m: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(x, W) of the dense product of these sizes."""
-        return self.x(m), self.w
-
-    def judge(self, ours: torch.Tensor, xs: Sequence[Any], rows: torch.Tensor) -> None:
-        """AssertionError if results, of these rows of each x, are not near enough."""
-        x = torch.cat([x[rows] for x in xs])
-        product_oracle(ours, torch.nn.functional.linear(x, self.w), x, self.w)
-
-    def function(self, route: str) -> tuple[Callable[..., torch.Tensor], list[torch.Tensor]]:
-        """((x, packed) -> result, packed) of a route. Refused if this weight cannot be packed."""
-        name, config = split(route)
-        provider: Provider = self.op.providers[name]
-        if name not in self.packed:
-            found = provider.pack(self.contract, self.source)
-            self.packed[name] = [found[held] for held in provider.operands(self.contract)]
-        more = {} if config is None else {"config": config}
-        return lambda x, packed: provider.run(self.contract, x, packed, **more), self.packed[name]
-
-    def check(self, route: str, m: int) -> None:
-        """AssertionError if a result is further from the exact product than the oracle allows."""
-        run, packed = self.function(route)
-        rows = torch.arange(m, device=self.device)
-        rows = rows if m <= JUDGED else torch.cat([rows[: JUDGED // 2], rows[-JUDGED // 2 :]])
-        count = -(-OUTPUTS // (len(rows) * self.contract.weight.n))
-        xs = [self.x(m, seed) for seed in range(count)]
-        self.judge(torch.cat([run(x, packed)[rows] for x in xs]), xs, rows)
-
-    def calls(self, route: str, m: int) -> list[timing.Call]:
-        """Calls of a route at m rows, for a timer."""
-        run, packed = self.function(route)
-        return timing.rotated(run, self.x(m), packed)
-
-
-class ScaledWeight(Weight):
-    """The same for products of codes: x is [codes, scale, (zero)]."""
-
-    def made(self) -> Any:
-        return moved(scaled.Case("", 1, self.contract).make()[2], self.device)
-
-    def x(self, m: int, seed: int = 0) -> Any:
-        a, scale = scaled.activation(self.contract, m, seed)
-        scale = scale.t().contiguous().t()  # as quantisers write groups for matrix products
-        return [t.to(self.device) for t in (a, scale, *scaled.zeros(self.contract, m, seed))]
-
-    def dense(self, m: int) -> tuple[torch.Tensor, torch.Tensor]:
-        n, k = self.contract.weight.n, self.contract.weight.k
-        x, w = (torch.randn(rows, k, device=self.device).bfloat16() for rows in (m, n))
-        return x, w
-
-    def judge(self, ours: torch.Tensor, xs: Sequence[Any], rows: torch.Tensor) -> None:
-        contract, eager, wide = self.contract, [], []
-        for a, *held in xs:
-            a = a.view(torch.uint8)[rows].view(a.dtype)
-            scale, *zero = (t[rows] if contract.group else t for t in held)
-            given = contract, a, scale, self.source, *zero
-            eager.append(scaled.eager(*given))
-            x, w = scaled.wide(*given)
-            wide.append(x)
-        product_oracle(ours, torch.cat(eager), torch.cat(wide), w)
-
-
-def weight_of(op: Op, contract: Contract, device: str) -> Weight:
-    """A random weight of either operator."""
-    kind = ScaledWeight if isinstance(contract, ScaledMatmul) else Weight
-    return kind(op, contract, device)
-
-
-def moved(source: Any, device: str) -> Any:
-    """Random operands on another device."""
-
-    def there(value: Any) -> Any:
-        held = {n: t.to(device) for n, t in vars(value).items() if isinstance(t, torch.Tensor)}
-        return dataclasses.replace(value, **held)
-
-    return dataclasses.replace(there(source), weight=there(source.weight))
 
 
 def merge(

@@ -13,7 +13,10 @@ from qinductor.op import OPS
 
 ROOT = Path(__file__).parents[1]
 # Tools around the pipeline may use what the loader loads.
-TOOLS = ("bench.py", "demo.py", "formats.py", "testing.py", "tune.py")
+TOOLS = (
+    "bench.py", "compare.py", "demo.py", "formats.py", "peers.py", "testing.py", "trial.py",
+    "tune.py",
+)  # fmt: skip
 CORE = sorted(
     p
     for p in (ROOT / "qinductor").rglob("*.py")

@@ -27,7 +27,7 @@ from qinductor.kernels.scaled_matmul_cases import (
 )
 from qinductor.kernels.scaled_matmul_direct import scaled_product
 from qinductor.op import Op
-from qinductor.tune import ScaledWeight
+from qinductor.trial import ScaledWeight
 
 qinductor.load()
 PROVIDERS = SCALED_MATMUL.providers

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import qinductor
-from qinductor import bench, tables, timing, tune
+from qinductor import bench, tables, timing, trial, tune
 from qinductor.__main__ import main
 from qinductor.errors import OptionError, QinductorError
 from qinductor.formats import contract_of, rows_of, shape_of
@@ -159,7 +159,7 @@ def test_a_bad_config_is_dropped_and_said(tmp_path, capsys, monkeypatch, bad, sa
 
 def test_only_the_first_and_last_rows_are_judged(tmp_path):
     """At many rows a float64 product of all would take longer than what is measured."""
-    weight = tune.Weight(DEQUANT_MATMUL, INT4, "cpu")
+    weight = trial.Weight(DEQUANT_MATMUL, INT4, "cpu")
     weight.check("onednn.dequant_strips", 500)
     real = DEQUANT_MATMUL.providers["onednn.dequant_strips"]
 
@@ -568,7 +568,7 @@ def test_stock_computes_the_same(word, monkeypatch):
     """What is compared with must be right, and read two 4-bit codes from a byte."""
     monkeypatch.setattr(timing, "COLD", 1)
     contract = contract_of(word, 64, 128)
-    weight = tune.Weight(DEQUANT_MATMUL, contract, "cpu")
+    weight = trial.Weight(DEQUANT_MATMUL, contract, "cpu")
     x = weight.x(3)
     first, second = bench._stock(weight, x)
     want = torch.nn.functional.linear(x, weight.w)
