@@ -102,8 +102,8 @@ class Config:
 
     def registers(self, form: Form) -> int:
         """Of a thread, so that none spill: what ptxas made of some forms, rounded up."""
-        scales = (16 if form.step == LINE else 32) if grouped(form) else 0
-        return 64 + scales + 32 * (tiles(form, self) - 1) + 48 * (self.rows // 16 - 1)
+        scales = (24 if form.step == LINE else 32) if grouped(form) else 0
+        return 64 + scales + 32 * (tiles(form, self) - 1) + 40 * (self.rows // 16 - 1)
 
 
 def tiles(form: Form, config: Config) -> int:

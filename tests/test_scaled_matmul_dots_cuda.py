@@ -154,7 +154,7 @@ def test_captured_and_replayed_with_other_inputs(chosen):
 
 @chosen
 def test_weights_that_the_kernel_in_front_writes(chosen):
-    """`direct` takes them at once; a captured chain reads what the product before it wrote."""
+    """`direct` waits for them."""
     contract, (a, scale, source) = chosen.contract, made(chosen, 2, True, "cuda")
     codes = source.weight.codes
     other = codes.flip(0).contiguous()
