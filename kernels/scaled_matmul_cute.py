@@ -44,6 +44,7 @@ PROGRAMS = 132  # multiprocessors of an H200, by which configs are chosen
 FEWEST = 64
 INSTEAD = "triton.scaled_mma"
 MANY = 1 << 30
+Made = tuple[Callable[..., Any], int]  # a kernel, and how many programs run at once
 
 
 @functools.cache
@@ -69,19 +70,24 @@ def multiprocessors(device: torch.device) -> int:
 
 
 @functools.cache
-def prepared(
-    contract: ScaledMatmul, config: str, device: torch.device
-) -> tuple[Callable[..., Any], int] | None:
-    """(the kernel, how many programs run at once); None, after a warning, where the installed
+def prepared(contract: ScaledMatmul, config: str, device: torch.device) -> Made | None:
+    """The kernel; None, after a warning, where the installed
     compiler or its libraries do not do."""
     chosen = Config.parse(config)
+    return attempted(
+        f"cute.scaled_mma@{config}",
+        lambda: (kernel(form_of(contract), chosen), multiprocessors(device) * chosen.blocks),
+    )
+
+
+def attempted(route: str, make: Callable[[], Made]) -> Made | None:
+    """What `make` makes; None, after a warning, where the compiler or its libraries do not do."""
     try:
-        return kernel(form_of(contract), chosen), multiprocessors(device) * chosen.blocks
+        return make()
     except Exception as error:  # whatever a compiler raises
         what = f"{type(error).__name__}: {error}".splitlines()[0]
         warnings.warn(
-            f"qinductor: cute.scaled_mma@{config} cannot be made: {what}; {INSTEAD} runs instead",
-            stacklevel=3,
+            f"qinductor: {route} cannot be made: {what}; {INSTEAD} runs instead", stacklevel=4
         )
         return None
 
@@ -171,23 +177,23 @@ class ScaledMMA:
             return PROVIDER.run(contract, inputs, packed)
         run, programs = made
         code, *rest = packed
-        held = None if contract.weight.scale is None else _bits(rest.pop(0))
-        a, code = _aligned(a), _aligned(code)
-        scale = _bits(scale if contract.group else scale.reshape(1))
+        held = None if contract.weight.scale is None else bits(rest.pop(0))
+        a, code = aligned(a), aligned(code)
+        scale = bits(scale if contract.group else scale.reshape(1))
         out = a.new_empty((m, contract.weight.n), dtype=contract.out)
         with torch.cuda.device_of(out):
             run(a, scale, code, held, rest[0] if rest else None, out, programs, MANY)
         return out
 
 
-def _aligned(codes: torch.Tensor) -> torch.Tensor:
+def aligned(codes: torch.Tensor) -> torch.Tensor:
     """Codes as TMA takes them."""
     if codes.is_contiguous() and codes.data_ptr() % 16 == 0:
         return codes
     return codes.clone(memory_format=torch.contiguous_format)
 
 
-def _bits(scale: torch.Tensor) -> torch.Tensor:
+def bits(scale: torch.Tensor) -> torch.Tensor:
     """Scales as the kernels take them."""
     return scale.view(torch.uint8) if scale.dtype is E8M0 else scale
 

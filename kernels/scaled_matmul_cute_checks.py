@@ -7,6 +7,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 from qinductor.kernels.scaled_matmul import ScaledMatmul
 from qinductor.kernels.scaled_matmul_cases import BF16, E5M2, E8M0, FP8, FP16, FP32, INT8, case
@@ -49,15 +50,20 @@ def tool(name: str = "cuobjdump") -> str | None:
 
 
 def build(contract: ScaledMatmul, config: str) -> Code:
-    """The code of one kernel.
+    """The code of one kernel. Errors: those of `coded`."""
+    form, chosen = form_of(contract), Config.parse(config)
+    return coded(lambda options: device().compiled(form, chosen, options))
+
+
+def coded(compiled: Callable[[str], Any]) -> Code:
+    """The code of the kernel that `compiled` makes with some options.
 
     Errors: what the compiler raises; RuntimeError where cuobjdump is not installed."""
     reader, assembler = tool(), tool("ptxas")
     if reader is None or assembler is None:
         raise RuntimeError("this Triton brings no cuobjdump and ptxas, by which code is read")
     with tempfile.TemporaryDirectory() as folder:
-        options = f"--keep-ptx --keep-cubin --dump-dir={folder}"
-        made = device().compiled(form_of(contract), Config.parse(config), options)
+        made = compiled(f"--keep-ptx --keep-cubin --dump-dir={folder}")
         path = os.path.join(folder, "kernel.cubin")
         with open(path, "wb") as file:
             file.write(made.artifacts.CUBIN)
