@@ -89,7 +89,7 @@ def faults(code: Code, contract: ScaledMatmul, config: Config) -> str:
     products = re.findall(r"wgmma\.mma_async\.\S+", code.ptx)
     if not products or not all(re.search(want, product) for product in products):
         found.append(f"products are {sorted(set(products))}, wanted {want}")
-    if "cp.async.bulk.tensor.2d" not in code.ptx:
+    if f"cp.async.bulk.tensor.{3 if form.batched else 2}d" not in code.ptx:
         found.append("tiles are not fetched by TMA")
     if (config.cluster > 1) != ("multicast::cluster" in code.ptx):
         found.append("tiles are fetched for other programs, or are not and should be")
