@@ -15,7 +15,10 @@ class Scales(Results):
     def __init__(self, form: Form, config: Config) -> None:
         self.form, self.config = form, config
         self.slices = BK // form.step if form.step else 1
-        self.turn = 4 if form.scaled and self.slices == 1 else 2  # stages of a turn of the loop
+        # Sums of which some are under way, and stages of a turn of the loop: as registers allow.
+        small = config.q <= 32
+        self.buffers = 1 if config.waves > 1 else 4 if small and self.slices == 4 else 2
+        self.turn = 4 if form.scaled and (small or self.slices == 1) else 2
         self.by_row, self.by_block = form.rows == "group", form.columns == "grid"
         self.rows = config.q if config.swap else config.p  # of the tile of a
         wide = config.p if config.swap else config.q  # rows of the tile of W
@@ -31,76 +34,78 @@ class Scales(Results):
         first, tiles, stride, k0, steps = self.walk(left, right)
         turn = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - self.groups * 4 - 1
         stage, phase = Int32(0), Int32(1)
-        base, lane = held.iterator.toint(), cute.arch.lane_idx()
+        limits = m, n, left.shape[1]
         for tile in cutlass.range(first, tiles, stride, unroll=1):
             batch, row, column = self.placed(tile, left, right)
             row, column = row * self.config.p, column * self.config.q
             at_m, at_n = (column, row) if cutlass.const_expr(self.config.swap) else (row, column)
+            own_a, own_w = self.of(sa, batch), self.of(sw, batch)
             for step in cutlass.range(steps, unroll=1):
                 if turn == 0:
                     k = (k0 + step) * BK
-                    limits = m, n, left.shape[1]
-                    found = self.fetched_scales(
-                        self.of(sa, batch), self.of(sw, batch), at_m, at_n, k, limits
-                    )
+                    rows = self.of_rows(own_a, own_w, at_m, at_n, k, limits)
+                    block = self.of_block(own_w, at_n, k, limits)
                     cute.arch.mbarrier_wait(empty + stage, phase)
-                    place = base + (stage * self.per_stage + lane) * 4
-                    for i, value in enumerate(found):
-                        if cutlass.const_expr(value is not None):  # noqa: SIM102
-                            if i * 32 + lane < self.per_stage:
-                                ptx("st.shared.f32 [{$r0}], {$r1};", place + i * 128, value)
+                    self.kept(held.iterator.toint() + stage * self.per_stage * 4, rows, block)
                     cute.arch.mbarrier_arrive(full + stage)
                 turn = SCALERS - 1 if turn == 0 else turn - 1
                 stage, phase = self.next(stage, phase)
 
     @cute.jit
-    def fetched_scales(self, sa, sw, at_m, at_n, k, limits):
-        """A lane's share of a stage's scales, 32 apart."""
-        lane = cute.arch.lane_idx()
-        found = []
-        for start in cutlass.range_constexpr(0, self.per_stage, 32):
-            at = start + lane
-            ours = self.rows * self.slices
-            if cutlass.const_expr(start + 32 <= ours):
-                found.append(self.of_row(sa, sw, at, at_m, at_n, k, limits))
-            elif cutlass.const_expr(start >= ours):
-                found.append(self.of_block(sw, at - ours, at_n, k, limits))
-            else:
-                value = self.of_row(sa, sw, cutlass.min(at, ours - 1), at_m, at_n, k, limits)
-                if cutlass.const_expr(self.by_block and not self.folded):  # noqa: SIM102
-                    if at >= ours:
-                        value = self.of_block(sw, at - ours, at_n, k, limits)
-                found.append(value)
+    def of_rows(self, sa, sw, at_m, at_n, k, limits):
+        """[row][slice]: the scales of a lane's rows of a, 32 apart, with W's where they are folded;
+        past K they are 0."""
+        form, lane, found = self.form, cute.arch.lane_idx(), []
+        if cutlass.const_expr(self.by_row):
+            columns = [k + i * form.step for i in range(self.slices)]
+            inside = [cutlass.min(column, limits[2] - 1) for column in columns]
+            factors = [Float32(1)] * self.slices
+            if cutlass.const_expr(self.folded):
+                block = cutlass.min(at_n, limits[1] - 1) // form.bn
+                factors = [self.number(sw, block, at // form.bk) for at in inside]
+            for start in cutlass.range_constexpr(0, self.rows, 32):
+                row = cutlass.min(at_m + cutlass.min(start + lane, self.rows - 1), limits[0] - 1)
+                some = []
+                for i in cutlass.range_constexpr(self.slices):
+                    value = self.number(sa, row, inside[i] // form.group)
+                    value = value * factors[i] if cutlass.const_expr(self.folded) else value
+                    some.append(value if columns[i] < limits[2] else Float32(0))
+                found.append(some)
         return found
 
     @cute.jit
-    def of_row(self, sa, sw, at, at_m, at_n, k, limits):
-        """The scale of a row of a and a slice, with W's where they are folded; past K it is 0."""
-        form = self.form
-        if cutlass.const_expr(not self.by_row):
-            return None
-        row, i = at // self.slices, at % self.slices
-        if cutlass.const_expr(self.config.swap):
-            row, i = at % self.rows, at // self.rows
-        column = k + i * form.step
-        inside = cutlass.min(column, limits[2] - 1)
-        value = self.number(sa, cutlass.min(at_m + row, limits[0] - 1), inside // form.group)
-        if cutlass.const_expr(self.folded):
-            block = cutlass.min(at_n, limits[1] - 1) // form.bn
-            value = value * self.number(sw, block, inside // form.bk)
-        return value if column < limits[2] else Float32(0)
+    def of_block(self, sw, at_n, k, limits):
+        """A lane's scale, of a block of rows of W and a slice; there are at most 32."""
+        form, value = self.form, Float32(0)
+        if cutlass.const_expr(self.by_block and not self.folded):
+            lane = cute.arch.lane_idx()
+            row = at_n + cutlass.min(lane // self.slices, self.blocks - 1) * self.block
+            column = k + lane % self.slices * form.step
+            inside = cutlass.min(column, limits[2] - 1)
+            value = self.number(sw, cutlass.min(row, limits[1] - 1) // form.bn, inside // form.bk)
+            value = value if column < limits[2] else Float32(0)
+        return value
 
     @cute.jit
-    def of_block(self, sw, at, at_n, k, limits):
-        """The scale of a block of rows of W and a slice."""
-        form = self.form
-        if cutlass.const_expr(not self.by_block or self.folded):
-            return None
-        row = at_n + cutlass.min(at // self.slices, self.blocks - 1) * self.block
-        column = k + at % self.slices * form.step
-        inside = cutlass.min(column, limits[2] - 1)
-        value = self.number(sw, cutlass.min(row, limits[1] - 1) // form.bn, inside // form.bk)
-        return value if column < limits[2] else Float32(0)
+    def kept(self, base, rows, block):
+        """Writes a lane's scales of a stage: [row][slice], but [slice][row] of an a that is R."""
+        lane = cute.arch.lane_idx()
+        for t, some in enumerate(rows):
+            row = t * 32 + lane
+            if row < self.rows:
+                if cutlass.const_expr(self.config.swap or self.slices != 4):
+                    for i in cutlass.range_constexpr(self.slices):
+                        at = row * self.slices + i
+                        if cutlass.const_expr(self.config.swap):
+                            at = i * self.rows + row
+                        ptx("st.shared.f32 [{$r0}], {$r1};", base + at * 4, some[i])
+                else:
+                    text = "st.shared.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};"
+                    ptx(text, base + row * 16, *some)
+        if cutlass.const_expr(self.by_block and not self.folded):  # noqa: SIM102
+            if lane < self.blocks * self.slices:
+                at = base + (self.rows * self.slices + lane) * 4
+                ptx("st.shared.f32 [{$r0}], {$r1};", at, block)
 
     @cute.jit
     def read(self, base, index):
@@ -108,10 +113,12 @@ class Scales(Results):
         return ptx("ld.shared.f32 {$w0}, [{$r0}];", base + index * 4, types=[Float32])
 
     @cute.jit
-    def weights(self, base, i: cutlass.Constexpr, wave: cutlass.Constexpr):
-        """(of the two rows of D of a thread, of its pairs of columns) the scales of a slice; None
-        for those that are 1."""
+    def weights(self, held, stage, piece: cutlass.Constexpr):
+        """(of the two rows of D of a thread, of its pairs of columns) the scales of a slice of a
+        wave; None for those that are 1."""
         config = self.config
+        i, wave = piece // config.waves, piece % config.waves
+        base = held.iterator.toint() + stage * self.per_stage * 4
         lane = cute.arch.lane_idx()
         warp = cute.arch.thread_idx()[0] // 32 + wave * self.groups * 4
         blocks = base + self.rows * self.slices * 4

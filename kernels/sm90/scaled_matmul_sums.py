@@ -55,10 +55,8 @@ class Sums(Scales):
         tensor cores add up the next one.
 
         scales  those of all stages, in shared memory"""
-        # Of two waves one set of sums fits into registers: there the other group of warps keeps the
-        # tensor cores busy.
-        count = 2 if self.config.waves == 1 else 1
-        sums = [cute.make_rmem_tensor((self.config.q // 2,), self.sums) for _ in range(count)]
+        size = (self.config.q // 2,)
+        sums = [cute.make_rmem_tensor(size, self.sums) for _ in range(self.buffers)]
         acc.fill(0)
         loop = (mma, sums, acc, part_l, part_r, full, empty, scales)
         # Sums that are under way where a loop turns around would be read one product at a time.
@@ -73,7 +71,7 @@ class Sums(Scales):
         """Adds the sums of some stages; returns the stage after them, and its phase."""
         mma, sums, acc, part_l, part_r, full, empty, scales = loop
         pieces = self.slices * self.config.waves  # of a stage
-        ahead = len(sums) - 1
+        ahead, weights = len(sums) - 1, []
         for t in cutlass.range_constexpr(-ahead, count * pieces):
             begin, end = t + ahead, t
             if cutlass.const_expr(begin < count * pieces):
@@ -83,9 +81,12 @@ class Sums(Scales):
                         after, later = self.next(stage, phase)
                     cute.arch.mbarrier_wait(full + after, later)
                 self.begun(mma, sums[begin % len(sums)], part_l, part_r, begin % pieces, after)
+                weights.append(self.weights(scales, after, begin % pieces))
             if cutlass.const_expr(end >= 0):
                 more = min(ahead, count * pieces - 1 - end)
-                self.ended(acc, sums[end % len(sums)], scales, end % pieces, empty, stage, more)
+                self.ended(
+                    acc, sums[end % len(sums)], weights[end], end % pieces, empty, stage, more
+                )
                 if cutlass.const_expr((end + 1) % pieces == 0):
                     stage, phase = self.next(stage, phase)
         return stage, phase
@@ -107,16 +108,13 @@ class Sums(Scales):
 
     @cute.jit
     def ended(
-        self, acc, sums, scales, piece: cutlass.Constexpr, empty, stage, more: cutlass.Constexpr
+        self, acc, sums, weights, piece: cutlass.Constexpr, empty, stage, more: cutlass.Constexpr
     ):
         """Adds the sums of a piece, once they are there; so many `more` may be under way."""
-        i, wave = piece // self.config.waves, piece % self.config.waves
-        base = scales.iterator.toint() + stage * self.per_stage * 4
-        near, far = self.weights(base, i, wave)
         warpgroup.wait_group(more)
         if cutlass.const_expr(piece + 1 == self.slices * self.config.waves):
             self.released(empty, stage)
-        self.scaled(acc, sums, near, far, wave * self.config.q // 2)
+        self.scaled(acc, sums, *weights, piece % self.config.waves * self.config.q // 2)
 
     @cute.jit
     def scaled(self, acc, sums, near, far, first: cutlass.Constexpr):
