@@ -23,7 +23,11 @@ class Results(Tiles):
         value = held[row] if cutlass.const_expr(cute.rank(held) == 1) else held[row, column]
         if cutlass.const_expr(held.element_type is not cutlass.Uint8):
             return value.to(Float32)
-        bits = value.to(Int32)
+        return self.power(value.to(Int32))
+
+    @cute.jit
+    def power(self, bits):
+        """The number of an exponent (float8_e8m0fnu)."""
         word = Int32(0x400000) if bits == 0 else bits << 23
         word = Int32(0x7FC00000) if bits == 255 else word
         return ptx("mov.b32 {$w0}, {$r0};", word, types=[Float32])

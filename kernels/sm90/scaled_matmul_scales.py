@@ -2,7 +2,7 @@
 each stage into shared memory, as far ahead as its codes are."""
 
 import cutlass
-from cutlass import Float32, Int32, cute
+from cutlass import Float32, Int32, Int64, cute
 
 from qinductor.kernels.scaled_matmul_cute_form import BK, SCALERS, Config, Form
 from qinductor.kernels.sm90.scaled_matmul_results import Results, ptx
@@ -65,13 +65,43 @@ class Scales(Results):
                 factors = [self.number(sw, block, at // form.bk) for at in inside]
             for start in cutlass.range_constexpr(0, self.rows, 32):
                 row = cutlass.min(at_m + cutlass.min(start + lane, self.rows - 1), limits[0] - 1)
+                values = self.of_row(sa, row, [at // form.group for at in inside], k, limits[2])
                 some = []
                 for i in cutlass.range_constexpr(self.slices):
-                    value = self.number(sa, row, inside[i] // form.group)
-                    value = value * factors[i] if cutlass.const_expr(self.folded) else value
+                    value = values[i] * factors[i] if cutlass.const_expr(self.folded) else values[i]
                     some.append(value if columns[i] < limits[2] else Float32(0))
                 found.append(some)
         return found
+
+    @cute.jit
+    def of_row(self, sa, row, groups, k, limit):
+        """The scales of a row of a. Four that lie side by side are one load: by themselves each
+        would fetch the same 32 bytes."""
+        values = cute.make_rmem_tensor((self.slices,), Float32)
+        number = sa.element_type
+        wide = number in (Float32, cutlass.Uint8)
+        if cutlass.const_expr(self.slices == 4 and self.form.group == 32 and wide):
+            size = 4 * number.width // 8
+            first = sa.iterator.toint()
+            beside = (sa.stride[1] == 1) & (sa.stride[0] % 4 == 0) & (first % size == 0)
+            if beside & (k + BK <= limit):
+                place = first + (Int64(row) * sa.stride[0] + groups[0]) * (number.width // 8)
+                if cutlass.const_expr(number is Float32):
+                    text = "ld.global.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];"
+                    four = ptx(text, place, types=[Float32] * 4)
+                    for i in cutlass.range_constexpr(4):
+                        values[i] = four[i]
+                else:
+                    word = ptx("ld.global.b32 {$w0}, [{$r0}];", place, types=[Int32])
+                    for i in cutlass.range_constexpr(4):
+                        values[i] = self.power((word >> (8 * i)) & 255)
+            else:
+                for i in cutlass.range_constexpr(4):
+                    values[i] = self.number(sa, row, groups[i])
+        else:
+            for i in cutlass.range_constexpr(self.slices):
+                values[i] = self.number(sa, row, groups[i])
+        return values
 
     @cute.jit
     def of_block(self, sw, at_n, k, limits):
