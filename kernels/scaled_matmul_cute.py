@@ -168,21 +168,48 @@ class ScaledMMA:
         packed: Sequence[torch.Tensor],
         config: str | None = None,
     ) -> torch.Tensor:
-        a, scale = inputs
-        m = a.shape[0]
-        made = prepared(contract, config or self.configs(contract, m)[0], a.device)
-        if made is None:  # of the same packed tensors
-            from qinductor.kernels.scaled_matmul_triton import PROVIDER
+        return self._product(contract, inputs, packed, config, MANY)
 
-            return PROVIDER.run(contract, inputs, packed)
+    def direct(
+        self,
+        contract: ScaledMatmul,
+        inputs: Sequence[torch.Tensor],
+        source: Operands,
+        config: str | None,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The product with codes that the kernel in front may have written: they are fetched when
+        it has ended. Into `out` if it is given."""
+        held = (source.weight.codes, source.weight.scale, source.bias)
+        packed = [tensor for tensor in held if tensor is not None]
+        found = self._product(contract, inputs, packed, config, 0)
+        return found if out is None else out.copy_(found)
+
+    def _product(
+        self,
+        contract: ScaledMatmul,
+        inputs: Sequence[torch.Tensor],
+        packed: Sequence[torch.Tensor],
+        config: str | None,
+        early: int,
+    ) -> torch.Tensor:
+        a, scale = inputs
+        m, (code, *rest) = a.shape[0], packed
+        made = prepared(contract, config or self.configs(contract, m)[0], a.device)
+        whole = aligned(code)
+        if made is None:  # of the same packed tensors
+            found: torch.Tensor = SCALED_MATMUL.providers[INSTEAD].run(
+                contract, inputs, [whole, *rest]
+            )
+            return found
         run, programs = made
-        code, *rest = packed
         held = None if contract.weight.scale is None else bits(rest.pop(0))
-        a, code = aligned(a), aligned(code)
+        bias = rest[0].contiguous() if rest else None
         scale = bits(scale if contract.group else scale.reshape(1))
         out = a.new_empty((m, contract.weight.n), dtype=contract.out)
+        early = early if whole is code else 0  # a copy is written by the kernel in front
         with torch.cuda.device_of(out):
-            run(a, scale, code, held, rest[0] if rest else None, out, programs, MANY)
+            run(aligned(a), scale, whole, held, bias, out, programs, early)
         return out
 
 

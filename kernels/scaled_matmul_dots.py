@@ -89,6 +89,9 @@ class ScaledDots:
             dataclasses.replace(contract, out=torch.bfloat16) if wide else contract
         )
 
+    def limit(self, contract: ScaledMatmul, dense: bool = False) -> int:
+        return 16  # more rows read W too often
+
     def seconds(self, contract: ScaledMatmul) -> sympy.Expr:
         # Triton's estimate and a fifth: it is to be measured before it is preferred. Every eight
         # rows of a read W again.
