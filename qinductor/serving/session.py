@@ -368,8 +368,8 @@ def packed_bytes() -> int:
     found: dict[int, int] = {}
     with LOCK:
         for entry in ENTRIES.values():
-            leaves = [storage() for _, storage in entry.references]
-            own = {leaf.data_ptr() for leaf in leaves if leaf is not None}
+            leaves = [storage() for _, storage in entry.references]  # of no bytes: it was freed
+            own = {leaf.data_ptr() for leaf in leaves if leaf is not None and leaf.nbytes()}
             for tensor in entry.tensors.values():
                 if (place := tensor.untyped_storage().data_ptr()) not in own:
                     found[place] = tensor.untyped_storage().nbytes()
