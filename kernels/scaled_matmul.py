@@ -18,7 +18,7 @@ import sympy
 import torch
 
 from qinductor.contracts import Hashed, QuantizedWeight, WeightFormat, parse, render, short
-from qinductor.kernels import packing
+from qinductor.kernels import fallback, packing
 from qinductor.op import LIBRARY, M, Op, Plan, Route, Spec, Specification, op
 
 FP32, FP64 = torch.float32, torch.float64
@@ -43,6 +43,8 @@ class ScaledMatmul(Hashed):
     zero    dtype of z[m, k // group], the zero points of a, whole numbers; None: there are none
     experts number of weights, all of one format, each of which has rows of a of its own; 0: there
             is one weight, and no such axis
+    powers  whether all scales are known to be powers of two, W's such that its codes times them are
+            exact in bf16
     """
 
     weight: WeightFormat
@@ -55,6 +57,7 @@ class ScaledMatmul(Hashed):
     fused: bool = False
     zero: torch.dtype | None = None
     experts: int = 0
+    powers: bool = False
 
     __hash__ = Hashed.__hash__
 
@@ -79,6 +82,7 @@ class ScaledMatmul(Hashed):
             f"-> {short(self.out)}",
             "" if self.bias is None else "+bias, fused" if self.fused else "+bias",
             "fast sums" if self.fast else "",
+            "powers of two" if self.powers else "",
         ]
         return " ".join(filter(None, words))
 
@@ -121,6 +125,15 @@ def step_of(contract: ScaledMatmul) -> int:
     """Columns that share a scale on either side."""
     w = contract.weight
     return min(w.k if w.scale is None else w.bk, contract.group or w.k)
+
+
+def powers_of_two(scale: torch.Tensor | None) -> bool:
+    """Whether W's scales are powers of two, from 2^-100 to 2^100: a float8 code times one is exact
+    in bf16."""
+    if scale is None:
+        return True
+    mantissa, exponent = scale.to(FP32).frexp()  # of a power of two 0.5, and one more
+    return bool(((mantissa == 0.5) & (exponent > -100) & (exponent < 102)).all())
 
 
 def longest(contract: ScaledMatmul) -> int:
@@ -192,8 +205,7 @@ def _product(
         return given[0].new_empty((0, form.weight.n), dtype=form.out)
     for route in routes:
         if m <= route.limit:
-            out: torch.Tensor = route.run(form, given, [packed[i] for i in route.take])
-            return out
+            return fallback.run(SCALED_MATMUL, route, form, given, [packed[i] for i in route.take])
     raise RuntimeError(f"scaled_matmul: the plan {plan} has no provider for M = {m}")
 
 

@@ -29,7 +29,7 @@ class Case:
         exact  codes are small integers and scales powers of two: every sum is exact in float32, in
                any order, and so is the result but for its last rounding"""
         c, w = self.contract, self.contract.weight
-        data = Data(torch.Generator(device).manual_seed(seed), exact)
+        data = Data(torch.Generator(device).manual_seed(seed), exact, c.powers)
         low, high = code_range(w.codes) or (-127, 127)
         q = data.codes(FLOAT_CODES.get(w.codes, INT8), (w.n, w.k), low, high)
         held = None if w.scale is None else data.scales(w.grid, w.scale)
@@ -44,10 +44,11 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """Random codes and scales; `exact` as in `Case.make`."""
+    """Random codes and scales; `exact` as in `Case.make`; `powers`: scales are powers of two."""
 
     random: torch.Generator
     exact: bool
+    powers: bool
 
     def codes(
         self, dtype: torch.dtype, shape: tuple[int, ...], low: int, high: int
@@ -63,7 +64,7 @@ class Data:
         return torch.randint(low, high, shape, generator=self.random, device=self.random.device)
 
     def scales(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        if self.exact or dtype is E8M0:
+        if self.exact or self.powers or dtype is E8M0:
             return torch.exp2(self.integers(-3, 1, shape).float()).to(dtype)
         drawn = torch.rand(shape, generator=self.random, device=self.random.device)
         return (drawn * 0.02 + 0.002).to(dtype)
@@ -74,7 +75,7 @@ def activation(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(a [m, K], its scale), always the same for a seed."""
     c, k = contract, contract.weight.k
-    data = Data(torch.Generator(device).manual_seed(seed + 1), exact)
+    data = Data(torch.Generator(device).manual_seed(seed + 1), exact, c.powers)
     shape = (m, -(-k // c.group)) if c.group else (1,)
     low, high = (0, 255) if c.a is UINT8 else (-127, 127)
     return data.codes(c.a, (m, k), low, high), data.scales(shape, c.scale)
@@ -98,7 +99,7 @@ def case(
     codes: str, m: int, n: int, k: int, bn: int, bk: int, a: torch.dtype = E4M3, group: int = -1,
     scale: torch.dtype = FP32, out: torch.dtype = BF16, bias: torch.dtype | None = None,
     weight_scale: torch.dtype | None = FP32, fast: bool = False, zero: torch.dtype | None = None,
-    experts: int = 0,
+    experts: int = 0, powers: bool = False,
 ) -> Case:  # fmt: skip
     """A case; group -1: each row of a has one scale. Of experts `Case.make` makes one."""
     given: dict[str, Any] = dict.fromkeys(("inner", "compute", "dtype"), FP32)
@@ -107,7 +108,16 @@ def case(
         codes, n, k, min(bn, n), min(bk, k), arithmetic, weight_scale, None, **given
     )
     contract = ScaledMatmul(
-        form, a, k if group < 0 else group, scale, out, bias, fast, zero=zero, experts=experts
+        form,
+        a,
+        k if group < 0 else group,
+        scale,
+        out,
+        bias,
+        fast,
+        zero=zero,
+        experts=experts,
+        powers=powers,
     )
     return Case(f"{contract.summary} M={m}", m, contract)
 
@@ -173,6 +183,8 @@ CASES = (
     case(FP8, 17, 40, 96, 32, 32, group=32),
     case(FP8, 65, 72, 288, 32, 32, group=32),
     case(FP8, 1, 264, 576, 32, 32, group=32, scale=E8M0, weight_scale=E8M0),
+    case(FP8, 33, 72, 304, 32, 32, group=32, powers=True, bias=BF16),
+    case(WIDE8, 8, 33, 160, 32, 32, group=32, powers=True, scale=E8M0, weight_scale=E8M0),
     case("int8", 16, 128, 256, 1, 256, INT8),
     case("int8", 1, 264, 512, 1, 512, INT8, out=FP16, bias=FP16),
     case("int8", 40, 48, 100, 48, 100, INT8, group=0, out=FP32, bias=BF16),

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import warnings
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
@@ -11,7 +10,7 @@ import sympy
 import torch
 
 from qinductor.contracts import short
-from qinductor.kernels import cute_cache
+from qinductor.kernels import cute_cache, fallback
 from qinductor.kernels.scaled_matmul import (
     FP32,
     SCALED_MATMUL,
@@ -42,7 +41,6 @@ RESULTS = (torch.bfloat16, torch.float16, FP32)
 SCALES = (*RESULTS, E8M0)
 PROGRAMS = 132  # multiprocessors of an H200, by which configs are chosen
 FEWEST = 64
-INSTEAD = "triton.scaled_mma"
 MANY = 1 << 30
 Made = tuple[Callable[..., Any], int]  # a kernel, and how many programs run at once
 
@@ -85,10 +83,7 @@ def attempted(route: str, make: Callable[[], Made]) -> Made | None:
     try:
         return make()
     except Exception as error:  # whatever a compiler raises
-        what = f"{type(error).__name__}: {error}".splitlines()[0]
-        warnings.warn(
-            f"qinductor: {route} cannot be made: {what}; {INSTEAD} runs instead", stacklevel=4
-        )
+        fallback.warn(route, error)
         return None
 
 
@@ -168,7 +163,15 @@ class ScaledMMA:
         packed: Sequence[torch.Tensor],
         config: str | None = None,
     ) -> torch.Tensor:
-        return self._product(contract, inputs, packed, config, MANY)
+        a = inputs[0]
+        made = prepared(contract, config or self.configs(contract, a.shape[0])[0], a.device)
+        if made is None:
+            return fallback.other(SCALED_MATMUL, self, contract, inputs, packed)
+        code, *rest = packed
+        whole = aligned(code)
+        held = None if contract.weight.scale is None else rest.pop(0)
+        early = MANY if whole is code else 0  # a copy is written by the kernel in front
+        return _launch(contract, made, inputs, whole, held, rest[0] if rest else None, early)
 
     def direct(
         self,
@@ -177,47 +180,54 @@ class ScaledMMA:
         source: Operands,
         config: str | None,
         out: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """The product with codes that the kernel in front may have written: they are fetched when
-        it has ended. Into `out` if it is given."""
-        held = (source.weight.codes, source.weight.scale, source.bias)
-        packed = [tensor for tensor in held if tensor is not None]
-        found = self._product(contract, inputs, packed, config, 0)
-        return found if out is None else out.copy_(found)
+    ) -> torch.Tensor | None:
+        """The product with codes that are not packed and that the kernel in front may have written:
+        they are fetched when it has ended. Into `out` if it is given. None where these codes would
+        have to be copied, or no kernel can be made."""
+        a, w = inputs[0], source.weight
+        if not is_aligned(w.codes):
+            return None
+        made = prepared(contract, config or self.configs(contract, a.shape[0])[0], a.device)
+        if made is None:
+            return None
+        there = out if out is not None and is_aligned(out) else None
+        found = _launch(contract, made, inputs, w.codes, w.scale, source.bias, 0, there)
+        return found if out is None or out is there else out.copy_(found)
 
-    def _product(
-        self,
-        contract: ScaledMatmul,
-        inputs: Sequence[torch.Tensor],
-        packed: Sequence[torch.Tensor],
-        config: str | None,
-        early: int,
-    ) -> torch.Tensor:
-        a, scale = inputs
-        m, (code, *rest) = a.shape[0], packed
-        made = prepared(contract, config or self.configs(contract, m)[0], a.device)
-        whole = aligned(code)
-        if made is None:  # of the same packed tensors
-            found: torch.Tensor = SCALED_MATMUL.providers[INSTEAD].run(
-                contract, inputs, [whole, *rest]
-            )
-            return found
-        run, programs = made
-        held = None if contract.weight.scale is None else bits(rest.pop(0))
-        bias = rest[0].contiguous() if rest else None
-        scale = bits(scale if contract.group else scale.reshape(1))
-        out = a.new_empty((m, contract.weight.n), dtype=contract.out)
-        early = early if whole is code else 0  # a copy is written by the kernel in front
-        with torch.cuda.device_of(out):
-            run(aligned(a), scale, whole, held, bias, out, programs, early)
-        return out
+
+def _launch(
+    contract: ScaledMatmul,
+    made: Made,
+    inputs: Sequence[torch.Tensor],
+    codes: torch.Tensor,
+    held: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    early: int,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The product, in `out` if it is given.
+
+    held   scales of W
+    early  stages of W that are fetched while the kernel in front still runs"""
+    (run, programs), (a, scale) = made, inputs
+    if out is None:
+        out = a.new_empty((a.shape[0], contract.weight.n), dtype=contract.out)
+    scale = bits(scale if contract.group else scale.reshape(1))
+    held = None if held is None else bits(held)
+    with torch.cuda.device_of(out):
+        bias = None if bias is None else bias.contiguous()
+        run(aligned(a), scale, codes, held, bias, out, programs, early)
+    return out
+
+
+def is_aligned(tensor: torch.Tensor) -> bool:
+    """Whether the kernels take a tensor where it is: one row after the other, 16 bytes aligned."""
+    return tensor.is_contiguous() and tensor.data_ptr() % 16 == 0
 
 
 def aligned(codes: torch.Tensor) -> torch.Tensor:
     """Codes as TMA takes them."""
-    if codes.is_contiguous() and codes.data_ptr() % 16 == 0:
-        return codes
-    return codes.clone(memory_format=torch.contiguous_format)
+    return codes if is_aligned(codes) else codes.clone(memory_format=torch.contiguous_format)
 
 
 def bits(scale: torch.Tensor) -> torch.Tensor:

@@ -2,13 +2,15 @@
 
 import functools
 import importlib
+from collections.abc import Sequence
 
 import torch
 
 from qinductor.contracts import QuantizedWeight
 from qinductor.errors import Refused
+from qinductor.kernels import fallback
 from qinductor.kernels.scaled_matmul import SCALED_MATMUL, Operands, ScaledMatmul
-from qinductor.op import INFINITE, Plan, Route
+from qinductor.op import INFINITE, Plan, Provider, Route
 
 
 def scaled_product(
@@ -24,8 +26,8 @@ def scaled_product(
 
     codes         [N, K] of 8 bits, rows contiguous: read where they are, never packed
     weight_scale  the grid of the contract's blocks, any strides; None if it has none
-    What no provider of this device takes is computed by the reference. Errors: ValueError for codes
-    of fewer bits, and for an activation with zero points."""
+    What no provider of this device takes, or can run, is computed by the reference. Errors:
+    ValueError for codes of fewer bits, and for an activation with zero points."""
     w, m = contract.weight, a.shape[0]
     if contract.zero is not None:
         raise ValueError(f"{contract.summary}: no zero points are taken here")
@@ -35,23 +37,45 @@ def scaled_product(
         return a.new_empty((0, w.n), dtype=contract.out) if out is None else out
     route = next(route for route in _routes(contract, a.device) if m <= route.limit)
     source = Operands(QuantizedWeight(w, codes, weight_scale), bias)
-    provider = route.provider
+    inputs = a, scale
+
+    def by(provider: Provider, config: str | None = None) -> torch.Tensor | None:
+        call = functools.partial(_product, provider, contract, inputs, source, config, out)
+        return fallback.tried(SCALED_MATMUL, provider, contract, call)
+
+    found = by(route.provider, route.config)
+    if found is None:
+        name, target = route.provider.name, fallback.target_of(a.device)
+        others = fallback.others(SCALED_MATMUL, name, contract, target)
+        found = next((f for f in map(by, others) if f is not None), None)
+    assert found is not None  # the reference is among them, and raises
+    return found
+
+
+def _product(
+    provider: Provider,
+    contract: ScaledMatmul,
+    inputs: Sequence[torch.Tensor],
+    source: Operands,
+    config: str | None,
+    out: torch.Tensor | None,
+) -> torch.Tensor | None:
+    """By one provider, of a weight that is read where it is if it can be."""
     direct = getattr(provider, "direct", None)
     if direct is not None:
-        found: torch.Tensor = direct(contract, (a, scale), source, route.config, out)
-        return found
+        return direct(contract, inputs, source, config, out)  # type: ignore[no-any-return]
     packed = provider.pack(contract, source)
-    found = route.run(contract, (a, scale), [packed[name] for name in provider.operands(contract)])
+    given = [packed[name] for name in provider.operands(contract)]
+    more = {} if config is None else {"config": config}
+    found: torch.Tensor = provider.run(contract, inputs, given, **more)
     return found if out is None else out.copy_(found)
 
 
 @functools.lru_cache(4096)
 def _routes(contract: ScaledMatmul, device: torch.device) -> tuple[Route, ...]:
     """What runs which M on a device; as it was planned at the first call."""
-    target = device.type
-    if device.type == "cuda":
-        target = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
-    for provider in ("torch", "triton"):  # they register when they are imported
+    target = fallback.target_of(device)
+    for provider in ("torch", "triton", "cute"):  # they register when they are imported
         importlib.import_module(f"qinductor.kernels.scaled_matmul_{provider}")
     try:
         plan = SCALED_MATMUL.plan(contract, target, None)

@@ -9,7 +9,7 @@ from typing import Any
 import sympy
 import torch
 
-from qinductor.kernels import cute_cache
+from qinductor.kernels import cute_cache, fallback
 from qinductor.kernels.scaled_matmul import (
     FP32,
     SCALED_MATMUL,
@@ -20,13 +20,13 @@ from qinductor.kernels.scaled_matmul import (
     pack,
 )
 from qinductor.kernels.scaled_matmul_cute import (
-    INSTEAD,
     PROGRAMS,
     Made,
     ScaledMMA,
     aligned,
     attempted,
     bits,
+    is_aligned,
     multiprocessors,
 )
 from qinductor.kernels.scaled_matmul_cute_form import INT8, Form
@@ -123,9 +123,11 @@ class ScaledDots:
         source: Operands,
         config: str | None,
         out: torch.Tensor | None,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | None:
         """The product with codes that the kernel in front may have written: they are fetched when
-        it has ended. Into `out` if it is given."""
+        it has ended. Into `out` if it is given. None where these codes would have to be copied."""
+        if not is_aligned(source.weight.codes):
+            return None
         held = (source.weight.codes, source.weight.scale, source.bias)
         packed = [tensor for tensor in held if tensor is not None]
         found = self._product(contract, inputs, packed, config, early=False)
@@ -145,10 +147,7 @@ class ScaledDots:
         early = early and whole is code  # a copy is written by the kernel in front
         made = prepared(contract, config or self.configs(contract, m)[0], a.device, early)
         if made is None:  # of the same packed tensors
-            found: torch.Tensor = SCALED_MATMUL.providers[INSTEAD].run(
-                contract, inputs, [whole, *rest]
-            )
-            return found
+            return fallback.other(SCALED_MATMUL, self, contract, inputs, [whole, *rest])
         run, programs = made
         held = None if contract.weight.scale is None else bits(rest.pop(0))
         bias = rest[0].contiguous() if rest else None

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from qinductor.contracts import parse
+from qinductor.kernels import fallback
 from qinductor.kernels.scaled_matmul import SCALED_MATMUL, ScaledMatmul
 from qinductor.op import LIBRARY, Plan, Route, single
 
@@ -56,8 +57,10 @@ def scaled_grouped_matmul(
         route = next((r for r in on_device if mean <= r.limit), on_device[-1])
         provider: Any = route.provider
         operands = [packed[i] for i in route.take]
-        found: torch.Tensor = provider.grouped(one, (a, scale), offsets, operands, route.config)
-        return found
+        call = functools.partial(provider.grouped, one, (a, scale), offsets, operands, route.config)
+        found: torch.Tensor | None = fallback.tried(SCALED_MATMUL, provider, form, call)
+        if found is not None:
+            return found
     out = a.new_empty((a.shape[0], form.weight.n), dtype=form.out)
     start = last = 0
     for expert, end in enumerate(offsets.tolist()):
@@ -66,7 +69,8 @@ def scaled_grouped_matmul(
             route = _route(routes, end - start)
             s = scale[start:end] if form.group else scale
             operands = [packed[i][expert] for i in route.take]
-            out[start:end] = route.run(one, (a[start:end], s), operands)
+            given = a[start:end], s
+            out[start:end] = fallback.run(SCALED_MATMUL, route, one, given, operands)
         start, last = end, max(last, end)
     out[last:] = 0
     return out
@@ -89,11 +93,14 @@ def scaled_bmm(
     route = _route(routes, m)
     if (batched := getattr(route.provider, "batched", None)) is not None:
         operands = [packed[i] for i in route.take]
-        found: torch.Tensor = batched(one, (a, scale), operands, route.config)
-        return found
+        call = functools.partial(batched, one, (a, scale), operands, route.config)
+        found: torch.Tensor | None = fallback.tried(SCALED_MATMUL, route.provider, form, call)
+        if found is not None:
+            return found
     for expert in range(experts):
         s = scale[expert] if form.group else scale
-        out[expert] = route.run(one, (a[expert], s), [packed[i][expert] for i in route.take])
+        operands = [packed[i][expert] for i in route.take]
+        out[expert] = fallback.run(SCALED_MATMUL, route, one, (a[expert], s), operands)
     return out
 
 

@@ -24,7 +24,12 @@ from torch.fx import Graph, Node
 
 from qinductor.contracts import QuantizedWeight
 from qinductor.errors import Refused
-from qinductor.kernels.scaled_matmul import SCALED_MATMUL, Operands, ScaledMatmul
+from qinductor.kernels.scaled_matmul import (
+    SCALED_MATMUL,
+    Operands,
+    ScaledMatmul,
+    powers_of_two,
+)
 from qinductor.pattern import Lowering, Planner
 from qinductor.patterns import code_products, requantised
 from qinductor.patterns.code_experts import choose
@@ -204,6 +209,8 @@ class ScaledMatmulPattern:
             read_as, _ = parts.read(tensors, freed)
             operands = parts.operands(read_as, tensors)
             check_format(operands[0].weight, contract.weight)
+            if contract.powers and not powers_of_two(operands[0].weight.scale):
+                raise Refused("the weight's scales must be powers of two, as those before were")
             site.check_all(operands, read_as)
             return operands
 
@@ -302,6 +309,19 @@ def _contract(
         fast=product.fast,
         zero=None if product.zero is None else product.zero.meta["val"].dtype,
         experts=product.experts,
+        powers=_powers(product, operands),
+    )
+
+
+def _powers(product: CodeProduct, operands: Operands) -> bool:
+    """Whether float8 codes of both sides are scaled by powers of two."""
+    both = {product.codes, operands.weight.format.storage}
+    return (
+        product.x is not None
+        and product.x.making.power
+        and all(codes.is_floating_point for codes in both)
+        and not product.experts
+        and powers_of_two(operands.weight.scale)
     )
 
 

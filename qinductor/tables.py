@@ -138,7 +138,7 @@ def family(contract: Any) -> tuple[str, int, int]:
     for name, size, letter in (("weight.bn", n, "N"), ("weight.bk", k, "K"), ("group", k, "K")):
         if words.get(name) == size:
             words[name] = letter
-    for name in ("bias", "output_scale"):
+    for name in ("bias", "output_scale", "powers"):
         words.pop(name, None)
     return " ".join("=".join(pair) for pair in words.items()), int(n), int(k)
 

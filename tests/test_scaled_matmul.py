@@ -46,7 +46,7 @@ here = pytest.mark.parametrize(
 def test_every_case_runs_here_and_every_provider_has_cases():
     taken = {name for name, _ in HERE}
     some = {"aten.scaled_mm"} if native.on_cpu() else set()
-    assert taken == {"aten.int_mm", "aten.mm_in_blocks", *some}
+    assert taken == {"aten.int_mm", "aten.mm_dense", "aten.mm_in_blocks", *some}
     assert {id(c) for name, c in HERE if name == "aten.mm_in_blocks"} == {id(c) for c in CASES}
 
 

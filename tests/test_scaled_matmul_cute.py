@@ -83,31 +83,6 @@ def test_a_compiler_that_is_too_old(version, monkeypatch):
     MISSING.cache_clear()
 
 
-def test_another_provider_runs_where_no_kernel_can_be_made(monkeypatch):
-    def broken(form, config):
-        raise ImportError("libcute_dsl_runtime.so: cannot open shared object file")
-
-    contract, (a, scale, source) = (
-        TAKEN[0],
-        next(chosen for chosen in CASES if chosen.contract == TAKEN[0]).make(),
-    )
-    seen = []
-    monkeypatch.setattr(family, "kernel", broken)
-    monkeypatch.setattr(
-        SCALED_MATMUL.providers[family.INSTEAD], "run", lambda *given: seen.append(given)
-    )
-    family.prepared.cache_clear()
-    given = contract, (a, scale), list(CUTE.pack(contract, source).values())
-    with pytest.warns(UserWarning, match="cannot be made: ImportError: libcute.*triton.scaled_mma"):
-        CUTE.run(*given)
-    family.prepared.cache_clear()
-    assert len(seen) == 1 and seen[0][:2] == given[:2]
-    for other in TAKEN:
-        assert SCALED_MATMUL.providers[family.INSTEAD].why_not(other) is None
-        packs = SCALED_MATMUL.providers[family.INSTEAD].operands(other)
-        assert packs == CUTE.operands(other) and list(packs) == list(CUTE.operands(other))
-
-
 def test_loading_imports_no_compiler():
     script = "import sys, qinductor; qinductor.load(); print('cutlass' in sys.modules)"
     child = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)

@@ -55,6 +55,20 @@ LARGE = (
     case("int8", 1, 1024, 4096, 128, 128, INT8, group=128, out=FP32),
 )
 M = (1, 7, 17, 64, 100, 300, 700)
+# N x K of models, each width on either side; blocks of 32 as upstream tests them, and with a last
+# group of 16 columns.
+WIDTHS = (
+    (2560, 7168), (3584, 288), (5120, 576), (6144, 2560), (7168, 3584), (576, 5120), (288, 6144),
+)  # fmt: skip
+FEW = ((8, 32), (40, 96), (72, 160), (96, 224), (32, 2048), (1000, 2064), (64, 48))
+KINDS = {
+    "rows": lambda n, k: case(FP8, 1, n, k, 1, k, fast=True),
+    "blocks of 128": lambda n, k: case(FP8, 1, n, k, 128, 128, group=128),
+    "blocks of 32": lambda n, k: case(FP8, 1, n, k, 32, 32, group=32),
+    "int8": lambda n, k: case("int8", 1, n, k, 1, k, INT8, bias=BF16),
+}
+AT_WIDTHS = [(kind, n, k) for kind in KINDS for n, k in WIDTHS]
+AT_WIDTHS += [("blocks of 32", n, k) for n, k in FEW]
 # Beside a contract's own: clusters, parts of K, programs that share a multiprocessor.
 CONFIGS = (
     "p64.q8.t4.c1.s8.b1.swap",
@@ -96,6 +110,19 @@ def test_products(chosen):
                     hold(contract, out, a, scale, source)
                 for tensor, old in zip(tensors, before, strict=True):
                     assert not difference(tensor, old), "a packed tensor was written to"
+
+
+@pytest.mark.parametrize(("kind", "n", "k"), AT_WIDTHS)
+def test_widths_of_models(kind, n, k):
+    """By the provider's own choices."""
+    chosen, plan = KINDS[kind](n, k), only(CUTE.name)
+    contract, (a, scale, source) = chosen.contract, made(chosen, 130, True, "cuda")
+    tensors = packed(plan, contract, source)
+    want = reference(contract, a, scale, source)
+    for m in (1, 5, 17, 100, 130):
+        with poisoned():
+            out = call(a[:m], scale[:m], tensors, contract, plan)
+        assert not difference(out, want[:m]), m
 
 
 @chosen

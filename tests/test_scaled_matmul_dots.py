@@ -10,8 +10,7 @@ import torch
 import qinductor
 from qinductor import dispatch
 from qinductor.contracts import difference
-from qinductor.kernels import cute_cache
-from qinductor.kernels import scaled_matmul_cute as wgmma
+from qinductor.kernels import cute_cache, fallback
 from qinductor.kernels import scaled_matmul_dots as family
 from qinductor.kernels import scaled_matmul_dots_checks as checks
 from qinductor.kernels.scaled_matmul import SCALED_MATMUL, reference
@@ -163,37 +162,42 @@ def test_seconds_grow_with_the_reads_of_w():
     assert few < more < 1.1 * few and many > 1.5 * more
 
 
-def test_another_provider_runs_where_no_kernel_can_be_made(monkeypatch):
+@pytest.fixture
+def alone(monkeypatch):
+    """Only Triton's provider is asked in our place, and gives what it was given."""
+    seen = []
+    other = SCALED_MATMUL.providers["triton.scaled_mma"]
+    monkeypatch.setattr(fallback, "_broken", set())
+    monkeypatch.setattr(fallback, "others", lambda *given: (other,))
+    monkeypatch.setattr(other, "run", lambda *given: seen.append(given) or given[2])
+    family.prepared.cache_clear()
+    yield seen
+    family.prepared.cache_clear()
+
+
+def test_another_provider_runs_where_no_kernel_can_be_made(monkeypatch, alone):
     def broken(form, config, early):
         raise ImportError("libcute_dsl_runtime.so: cannot open shared object file")
 
     chosen = next(chosen for chosen in CASES if chosen.contract == TAKEN[0])
     contract, (a, scale, source) = chosen.contract, chosen.make()
-    seen = []
-    other = SCALED_MATMUL.providers[wgmma.INSTEAD]
     monkeypatch.setattr(family, "kernel", broken)
-    monkeypatch.setattr(other, "run", lambda *given: seen.append(given))
-    family.prepared.cache_clear()
     given = contract, (a, scale), list(DOTS.pack(contract, source).values())
-    with pytest.warns(UserWarning, match="scaled_dots.* cannot be made: ImportError: libcute"):
+    with pytest.warns(UserWarning, match="scaled_dots.* cannot run: ImportError: libcute"):
         DOTS.run(*given)
-    with pytest.warns(UserWarning, match="triton.scaled_mma runs instead"):
+    with pytest.warns(UserWarning, match="another runs instead"):
         DOTS.direct(contract, (a, scale), source, None, None)
-    family.prepared.cache_clear()
-    assert len(seen) == 2 and seen[0][:2] == seen[1][:2] == given[:2]
-    for contract in TAKEN:
-        assert other.why_not(contract) is None
-        assert list(other.operands(contract).items()) == list(DOTS.operands(contract).items())
+    assert len(alone) == 2 and alone[0][:2] == alone[1][:2] == given[:2]
 
 
-def test_w_is_early_only_if_it_is_a_packed_one_that_is_not_copied(monkeypatch):
+def test_w_is_early_only_if_it_is_a_packed_one_that_is_not_copied(monkeypatch, alone):
     asked = []
 
     def prepared(contract, config, device, early):
         asked.append(early)
 
+    prepared.cache_clear = lambda: None
     monkeypatch.setattr(family, "prepared", prepared)
-    monkeypatch.setattr(SCALED_MATMUL.providers[wgmma.INSTEAD], "run", lambda *given: given[2])
     chosen = case(FP8, 2, 64, 64, 1, 64)
     a, scale, source = chosen.make()
     packed = list(DOTS.pack(chosen.contract, source).values())
@@ -202,6 +206,8 @@ def test_w_is_early_only_if_it_is_a_packed_one_that_is_not_copied(monkeypatch):
     beside = torch.empty(64 * 64 + 1, dtype=a.dtype)[1:].view(64, 64)
     copied = DOTS.run(chosen.contract, (a, scale), [beside, *packed[1:]])
     assert asked == [True, False, False] and copied[0].data_ptr() % 16 == 0
+    strided = dataclasses.replace(source, weight=dataclasses.replace(source.weight, codes=beside))
+    assert DOTS.direct(chosen.contract, (a, scale), strided, None, None) is None
 
 
 @compiles

@@ -13,7 +13,7 @@ from qinductor.serving import padding as policies
 from qinductor.serving.account import MIB, Account, progress
 from qinductor.serving.examples import Call, between, calls_of, devices
 from qinductor.serving.padding import Padding
-from qinductor.serving.session import ROUNDS, Session
+from qinductor.serving.session import ROUNDS, Session, packed_bytes
 
 _sessions: dict[int, tuple[Any, Session]] = {}  # id of a model -> (what keeps or watches it, ...)
 
@@ -92,11 +92,12 @@ def _phases(
     session.account.notes.clear()
     for device in devices:
         session.gpu(device)
-    known = set(map(id, reports()))
+    known, already = set(map(id, reports())), packed_bytes()
     with session.phase("weights: match, prove, pack, compile", None) as phase:
         calls = [call for call in calls if _works(run, call, session)]
         more = [call for call in more if session.grows() and _works(run, call, session)]
-        phase.predicted = session.packed(known)
+        freed = sum(report.freed_bytes for report in reports() if id(report) not in known)
+        phase.predicted = packed_bytes() - already - freed
     session.check_names()
     with session.phase("buffers of inputs", session.buffers.predicted()):
         session.buffers.allocate()

@@ -11,7 +11,6 @@ import torch
 
 from qinductor.errors import OptionError, QinductorError
 from qinductor.freed import is_freed, parts
-from qinductor.report import reports
 from qinductor.serving import cuda, padding
 from qinductor.serving.account import Account, Outcome, Phase
 from qinductor.serving.buffers import Buffers
@@ -19,6 +18,7 @@ from qinductor.serving.entries import OWN, VIEW, Entry, Held, chosen, run_chosen
 from qinductor.serving.families import Family
 from qinductor.serving.padding import Padding
 from qinductor.serving.runner import Runner, accounts, active_session, set_active_session
+from qinductor.store import ENTRIES, LOCK
 
 RESTORED = 64 << 20  # bytes of states that are as before after warm-up; more of them are not
 UNDONE = 4 << 20  # bytes of a state that is undone between runs that are compared
@@ -306,11 +306,6 @@ class Session:
                 phase.used = after - before
             self.account.phases.append(phase)
 
-    def packed(self, known: set[int]) -> int:
-        """Bytes that graphs with other reports hold beside the model, less those freed."""
-        made = (report for report in reports() if id(report) not in known)
-        return sum(report.packed_bytes - report.freed_bytes for report in made)
-
     def grows(self) -> bool:
         """Whether a graph serves more than one size."""
         return any(runner.symbolic for runner in self.runners)
@@ -364,3 +359,18 @@ def _lies(
 def _there(value: torch.Tensor) -> list[torch.Tensor]:
     """The plain tensors of an input whose memory is still there."""
     return [part for part in parts(value) if not is_freed(part)]
+
+
+def packed_bytes() -> int:
+    """Bytes of all that is packed, but for what lies in the memory of the models' own tensors.
+
+    Graphs share what is packed: of two sizes of one model both reports count it."""
+    found: dict[int, int] = {}
+    with LOCK:
+        for entry in ENTRIES.values():
+            leaves = [storage() for _, storage in entry.references]  # of no bytes: it was freed
+            own = {leaf.data_ptr() for leaf in leaves if leaf is not None and leaf.nbytes()}
+            for tensor in entry.tensors.values():
+                if (place := tensor.untyped_storage().data_ptr()) not in own:
+                    found[place] = tensor.untyped_storage().nbytes()
+    return sum(found.values())
