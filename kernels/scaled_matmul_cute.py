@@ -41,6 +41,7 @@ RESULTS = (torch.bfloat16, torch.float16, FP32)
 SCALES = (*RESULTS, E8M0)
 PROGRAMS = 132  # multiprocessors of an H200, by which configs are chosen
 FEWEST = 64
+LONG = 8192  # columns
 MANY = 1 << 30
 Made = tuple[Callable[..., Any], int]  # a kernel, and how many programs run at once
 
@@ -320,9 +321,15 @@ def heuristic(contract: ScaledMatmul, m: int) -> Config:
     found = first
     if m > FEWEST and 2 * _programs(contract, m, first) < PROGRAMS:
         found = max([first, *others], key=lambda config: _programs(contract, m, config))
-    while 3 * _programs(contract, m, found) * found.split < PROGRAMS * found.blocks:
+    # Beside a library that adds up parts of K, one sum of 14336 products in 14 bits is too far off.
+    k, lossy = contract.weight.k, contract.a is not INT8 and not step_of(contract)
+    longest_sum = LONG if lossy and m <= FEWEST else k
+    while (
+        3 * _programs(contract, m, found) * found.split < PROGRAMS * found.blocks
+        and k // BK // found.split >= 16
+    ) or k > longest_sum * found.split:
         more = _split(found, found.split * 2)
-        if more is None or contract.weight.k // BK // found.split < 16:
+        if more is None:
             break
         found = more
     return found

@@ -23,6 +23,7 @@ FORMATS = {
     "e5m2 row": case(FP8, 1, N, K, 1, K, E5M2, out=FP16, bias=FP32),
     "fp8 block128": case(FP8, 1, N, K, 128, 128, group=128),
     "fp8 block32": case(FP8, 1, N, K, 32, 32, group=32, scale=E8M0, weight_scale=E8M0),
+    "fp8 batched": case(FP8, 1, 512, 512, 512, 512, group=0, experts=16),
     "int8 row": case("int8", 1, N, K, 1, K, INT8, out=FP32),
     "int8 block128": case("int8", 1, N, K, 128, 128, INT8, group=128, out=FP16),
 }

@@ -146,8 +146,11 @@ class Config:
         return ""
 
     def takes(self, form: Form) -> bool:
-        """Whether rows of W that share a scale make up tiles of R, or the other way about; and two
-        waves are for sums of all of K, or of 128 columns and their scales."""
+        """Whether rows of W that share a scale make up tiles of R, or the other way about; and the
+        sums fit into registers: twice where they are promoted, and with two waves only as sums of
+        all of K, or of 128 columns and their scales."""
+        if form.step and self.q > 128:
+            return False
         wide = max(self.q, form.bn), min(self.q, form.bn)
         if self.waves > 1 and not (form.step == BK and form.scaled or form.step == 0):
             return False

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from qinductor.kernels import sgl_batched_cute
 from qinductor.kernels.scaled_matmul import TAGS
 from qinductor.kernels.sgl_checks import elsewhere, hold
 from qinductor.kernels.triton_device import capability, has_triton
@@ -43,6 +44,10 @@ def run_batched(
     if not a.shape[2]:
         return out.zero_()
     if a.is_cuda and _takes(a.device):
+        if sgl_batched_cute.why_not(a, b, out) is None and sgl_batched_cute.launch(
+            a, b, sa, sb, out
+        ):
+            return out
         return launch(a, b, sa, sb, out)
     sums = torch.bmm(a.to(FP64), b.to(FP64)).to(FP32)
     return out.copy_(sums * (sa.view(1) * sb.view(1)))

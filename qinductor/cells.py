@@ -17,7 +17,7 @@ from qinductor.errors import QinductorError
 from qinductor.tune import triton
 
 CUTE, CHOSEN = "cute.scaled_mma", "dispatcher"
-PUBLISHED = tables.SHIPPED / "peers.json"
+PUBLISHED = tables.SHIPPED.parent / "measured" / "peers.json"
 SCALED = "DeepGEMM 0.2.5 (scaled)"  # the block-32 product, which needs torch 2.14
 BLOCKS, SMALL_BLOCKS = "fp8-block128", "fp8-block32"
 FAILED = "failed"  # what a note begins with where a contender ran and should have run well
