@@ -306,7 +306,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--table", metavar="OUT.md", help="writes all times")
     parser.add_argument("--plot", metavar="OUT.png", help="draws the ratios; needs matplotlib")
     parser.add_argument(
-        "--published", metavar="FILE", help="other figures than those in kernels/measured/peers.json"
+        "--published",
+        metavar="FILE",
+        help="other figures than those in kernels/measured/peers.json",
     )
     parser.add_argument(
         "--jobs", type=int, default=0, metavar="N", help="compiles in N processes first"

@@ -8,7 +8,8 @@ import torch
 from sgl import BF16, E4M3, E5M2, FP16, hold_equal, summed
 from test_sgl_matmul import integers, powers
 
-from qinductor.kernels import sgl_batched, sgl_batched_kernels
+from qinductor.kernels import sgl_batched, sgl_batched_cute, sgl_batched_kernels
+from qinductor.kernels.scaled_matmul_cute_form import step_of
 
 PAIRS = ((E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3))
 CHECKS = dict(sgl_batched_kernels.compile_checks())
@@ -66,3 +67,46 @@ def test_a_code_that_reads_registers_late_is_found(monkeypatch):
     monkeypatch.setattr(sgl_batched, "TILES", ((1 << 62, 64),))
     with pytest.raises(RuntimeError, match="64 rows, sm_90: .* wgmma: True"):
         next(check for name, check in CHECKS.items() if "sm_90" in name)()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, None),
+        ({"n": 260}, "n is 260"),
+        ({"k": 136}, "k 136"),
+        ({"b": lambda b: b.contiguous()}, "B has strides"),
+        ({"a": lambda a: a.mT.contiguous().mT}, "A has strides"),
+        ({"a": lambda a: a.view(-1)[1:129].view(1, 1, 128).expand(2, 3, 128)}, "A has strides"),
+        ({"out": torch.float32}, "the result is torch.float32"),
+        ({"capability": (9, 1)}, "not of sm_90"),
+        ({"missing": "CuTe DSL is not installed"}, "CuTe DSL is not installed"),
+    ],
+    ids=str,
+)
+def test_what_tma_takes(monkeypatch, change, reason):
+    """Of A [b, m, k] and B [b, k, n]; the rest is Triton's."""
+    n, k = change.get("n", 256), change.get("k", 128)
+    a, b = torch.zeros(2, 3, k, dtype=E4M3), torch.zeros(2, n, k, dtype=E4M3).mT
+    a, b = change.get("a", lambda a: a)(a), change.get("b", lambda b: b)(b)
+    out = torch.empty(2, 3, n, dtype=change.get("out", BF16))
+    capability = change.get("capability", (9, 0))
+    monkeypatch.setattr(sgl_batched_cute, "capability", lambda device: capability)
+    monkeypatch.setattr(sgl_batched_cute.cute_cache, "missing", lambda: change.get("missing"))
+    found = sgl_batched_cute.why_not(a, b, out)
+    assert found is None if reason is None else reason in found
+
+
+def test_parts_of_k_only_where_batches_leave_the_device_idle():
+    def split(batches, m):
+        contract = sgl_batched_cute._contract(E4M3, E4M3, 512, 4096, BF16, batches)
+        return sgl_batched_cute.chosen(contract, m).split
+
+    assert split(1, 1) > 1 and split(128, 64) == 1
+
+
+def test_codes_of_128_columns_are_one_sum():
+    steps = [
+        step_of(sgl_batched_cute._contract(E4M3, E4M3, 512, k, BF16, 4)) for k in (64, 128, 144)
+    ]
+    assert steps == [0, 0, 128]
