@@ -136,17 +136,12 @@ class ScaledMMA:
         return None
 
     def seconds(self, contract: ScaledMatmul) -> sympy.Expr:
-        spent, tall = cost(contract), sympy.Min(M, 128, evaluate=False)
-        # Triton's estimate and a tenth: it is to be measured before it is preferred.
-        few = spent["bytes"] / 0.95 / BANDWIDTH
-        many = spent["flops"] / (1.15 if step_of(contract) else 1.5) / RATE
-        rows = 2e-8 * M + 2.4e-10 * tall**2
-        usual = 1.1 * (3.5e-6 + rows + sympy.Max(few, many, evaluate=False))
-        if not contract.fast or step_of(contract):
-            return usual
-        # An H200's times of two shapes, M = 1 to 64, within a tenth: there it is ahead of others.
-        ahead = 2.8e-6 + 2e-8 * M + 1.5e-10 * M**2 + spent["bytes"] / 0.97 / BANDWIDTH
-        return sympy.Piecewise((ahead, M <= FEWEST), (usual, True), evaluate=False)
+        # An H200's times of nine shapes, M = 1 to 4096: most within a sixth.
+        spent, form = cost(contract), form_of(contract)
+        rate = {0: 1.8, BK: 1.5 if form.scaled else 1.65, 64: 1.15}.get(form.step, 0.82)
+        few = spent["bytes"] / 0.97 / BANDWIDTH
+        rows = 2.2e-8 * sympy.Min(M, 128, evaluate=False)
+        return 1.8e-6 + rows + sympy.Max(few, spent["flops"] / rate / RATE, evaluate=False)
 
     def operands(self, contract: ScaledMatmul) -> dict[str, Spec]:
         return operands(contract)
@@ -303,7 +298,7 @@ def candidates(contract: ScaledMatmul, m: int) -> tuple[str, ...]:
         for split in (1, 2, 4, 8):
             changed = _split(config, split)
             filled = _programs(contract, m, config) * split / (PROGRAMS * config.blocks)
-            if changed and (split == 1 or filled <= 1.1 and w.k >= split * BK * 4):
+            if changed and (split == 1 or filled <= 1 and w.k >= split * BK * 4):
                 found[str(changed)] = None
     return tuple(found)
 

@@ -47,7 +47,7 @@ class ScaledMMA(Packed):
 
     def seconds(self, contract: ScaledMatmul) -> sympy.Expr:
         # An H200's times of four shapes, to M = 128 within about a fifth.
-        spent, rate = cost(contract), 1.15 if slice_of(contract) else 1.5
+        spent, rate = cost(contract), {0: 1.5, 64: 0.75, 32: 0.43}.get(slice_of(contract), 1.15)
         few = spent["bytes"] / 0.95 / BANDWIDTH
         rows = 2e-8 * M + 2.4e-10 * sympy.Min(M, 128, evaluate=False) ** 2
         return 3.5e-6 + rows + sympy.Max(few, spent["flops"] / rate / RATE, evaluate=False)

@@ -182,8 +182,9 @@ def test_first_choices(n, k, m, config):
     assert str(family.heuristic(contract, m)) == config
 
 
-def test_chosen_for_few_rows_where_it_is_installed(monkeypatch):
+def test_chosen_where_it_is_installed(monkeypatch):
     fast, slow = (case(FP8, 1, 4096, 4096, 1, 4096, fast=f).contract for f in (True, False))
+    tensor = case(FP8, 1, 4096, 4096, 4096, 4096, group=0, fast=True).contract
 
     def chosen(contract, m):
         dispatch._planned.cache_clear()  # what is installed is in no key
@@ -192,9 +193,9 @@ def test_chosen_for_few_rows_where_it_is_installed(monkeypatch):
 
     assert chosen(fast, 1) == "triton.scaled_mma"
     monkeypatch.setattr(cute_cache, "missing", lambda: None)
-    assert [chosen(fast, m) for m in (1, 16, 64)] == [CUTE.name] * 3
-    assert {chosen(fast, m) for m in (128, 4096)} == {"aten.scaled_mm"}
-    assert CUTE.name not in {chosen(slow, m) for m in (1, 64, 4096)}
+    assert {chosen(fast, m) for m in (1, 16, 64, 128, 4096)} == {CUTE.name}
+    assert {chosen(slow, m) for m in (1, 16, 64, 128, 4096)} == {CUTE.name}
+    assert chosen(tensor, 512) == "aten.scaled_mm"
     dispatch._planned.cache_clear()
 
 

@@ -72,7 +72,8 @@ def test_every_block32_shape_has_a_kernel(n, k, scale):
     assert (CUTE.why_not(contract) is None) == native
     with untuned():
         plan = SCALED_MATMUL.plan(contract, TARGET, None)
-    assert {split(route)[0] for _, route in plan.steps} <= {CUTE.name, TRITON.name}
+    rows = {"aten.scaled_mm"} if k == 32 else set()  # where each has one scale
+    assert {split(route)[0] for _, route in plan.steps} <= {CUTE.name, TRITON.name} | rows
     assert plan.steps[-1][0] == INFINITE
     for m in (1, 5, 17, 130, 1000):
         assert CUTE.why_not(contract) is not None or CUTE.configs(contract, m)
