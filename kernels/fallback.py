@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from qinductor.op import Op, Provider, Route, missing_of
+from qinductor.op import INFINITE, Op, Provider, Route, limit_of, missing_of
 
 T = TypeVar("T")
 _broken: set[tuple[str, str, Any]] = set()  # operator, provider, contract
@@ -88,6 +88,7 @@ def others(entry: Op, name: str, contract: Any, target: str) -> tuple[Provider, 
         if provider.name != name
         and provider.runs_on(target)
         and not provider.dense
+        and limit_of(provider, contract) == INFINITE  # M is not known here
         and missing_of(provider) is None
         and provider.why_not(contract) is None
     ]

@@ -280,7 +280,9 @@ def tiles(contract: ScaledMatmul, m: int) -> tuple[Config, ...]:
         more = [(tile, False) for tile in _tiles(table, m)]
         most = most + more if m <= 64 and not step_of(contract) else more + most
     made = (deepest(Config(p, q, 2, c, 1, b, swap)) for (p, q, c, b), swap in most)
-    return tuple(config for config in made if config.takes(form_of(contract)))
+    found = tuple(config for config in made if config.takes(form_of(contract)))
+    # 32 rows of W are in one block, whatever its size.
+    return found or (deepest(Config(64, 32, 2, 1, 1, 2)),)
 
 
 def _split(config: Config, split: int) -> Config | None:

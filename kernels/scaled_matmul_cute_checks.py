@@ -102,7 +102,7 @@ def faults(code: Code, contract: ScaledMatmul, config: Config) -> str:
     if code.stack:
         found.append(f"{code.stack} bytes spill")
     most = 65536 // (config.threads(form) * config.blocks) // 8 * 8
-    if code.registers > most:
+    if code.registers > most or (config.donates and code.registers < most):
         found.append(f"{code.registers} registers of {most}")
     return "; ".join(found)
 

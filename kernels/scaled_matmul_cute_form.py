@@ -93,10 +93,10 @@ def step_of(contract: ScaledMatmul) -> int:
 class Config:
     """Tiles and schedule of a kernel: D = L R^T of L[P, K] and R[Q, K].
 
-    p        rows of L that a program has, 64 for each of two groups of warps in each of two waves
+    p        rows of L that a program has: 64 for each of one or two groups of warps, once or twice
     q        rows of R
     stages   of the pipeline, each of BK columns
-    cluster  programs that share a tile of R, whose halves each fetches for all
+    cluster  programs that share a tile of R, of which each fetches a part for all
     split    programs that share a tile of the result, each with its part of K
     blocks   programs on a multiprocessor
     swap     whether L is W and R is a, for few rows of a
@@ -141,15 +141,19 @@ class Config:
             return "with p 256 q is at most 128 and K one part"
         if self.split > 1 and self.p * self.q * 4 > self.stages * BK * (self.p + self.q):
             return "sums of parts must fit into the pipeline"
+        if self.blocks < 1:
+            return "a multiprocessor has a program at least"
         if not 2 <= self.stages <= 16 or self.shared * self.blocks > SHARED:
             return f"{self.stages} stages take {self.shared} bytes; {SHARED} are there"
         return ""
 
     def takes(self, form: Form) -> bool:
-        """Whether rows of W that share a scale make up tiles of R, or the other way about; and the
+        """Whether rows of W that share a scale make up tiles of R, or the other way about; and
         sums fit into registers: twice where they are promoted, and with two waves only as sums of
         all of K, or of 128 columns and their scales."""
         if form.step and self.q > 128:
+            return False
+        if form.scaled and self.stages < SCALERS:  # each warp must see every release of a stage
             return False
         wide = max(self.q, form.bn), min(self.q, form.bn)
         if self.waves > 1 and not (form.step == BK and form.scaled or form.step == 0):

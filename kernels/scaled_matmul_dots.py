@@ -93,7 +93,7 @@ class ScaledDots:
         return 16  # more rows read W too often
 
     def seconds(self, contract: ScaledMatmul) -> sympy.Expr:
-        # Triton's estimate and a fifth: it is to be measured before it is preferred. Every eight
+        # Triton's estimate and a fifth: only measured times prefer it to wgmma. Every eight
         # rows of a read W again.
         weight = sympy.Max(1, M / 8, evaluate=False)
         return 1.2 * (3.5e-6 + 2e-8 * M + cost(contract)["bytes"] * weight / 0.95 / BANDWIDTH)
@@ -114,7 +114,11 @@ class ScaledDots:
         packed: Sequence[torch.Tensor],
         config: str | None = None,
     ) -> torch.Tensor:
-        return self._product(contract, inputs, packed, config, early=True)
+        found = self._product(contract, inputs, packed, config, early=True)
+        if found is None:
+            whole = aligned(packed[0])
+            return fallback.other(SCALED_MATMUL, self, contract, inputs, [whole, *packed[1:]])
+        return found
 
     def direct(
         self,
@@ -125,13 +129,14 @@ class ScaledDots:
         out: torch.Tensor | None,
     ) -> torch.Tensor | None:
         """The product with codes that the kernel in front may have written: they are fetched when
-        it has ended. Into `out` if it is given. None where these codes would have to be copied."""
+        it has ended. Into `out` if it is given. None where these codes would have to be copied, or
+        no kernel can be made."""
         if not is_aligned(source.weight.codes):
             return None
         held = (source.weight.codes, source.weight.scale, source.bias)
         packed = [tensor for tensor in held if tensor is not None]
         found = self._product(contract, inputs, packed, config, early=False)
-        return found if out is None else out.copy_(found)
+        return found if found is None or out is None else out.copy_(found)
 
     def _product(
         self,
@@ -140,14 +145,14 @@ class ScaledDots:
         packed: Sequence[torch.Tensor],
         config: str | None,
         early: bool,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | None:
         a, scale = inputs
         m, (code, *rest) = a.shape[0], packed
         whole = aligned(code)
         early = early and whole is code  # a copy is written by the kernel in front
         made = prepared(contract, config or self.configs(contract, m)[0], a.device, early)
-        if made is None:  # of the same packed tensors
-            return fallback.other(SCALED_MATMUL, self, contract, inputs, [whole, *rest])
+        if made is None:
+            return None
         run, programs = made
         held = None if contract.weight.scale is None else bits(rest.pop(0))
         bias = rest[0].contiguous() if rest else None

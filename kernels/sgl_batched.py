@@ -38,7 +38,8 @@ LEAST = (8, 9)  # compute capability that has float8
 def run_batched(
     a: torch.Tensor, b: torch.Tensor, sa: torch.Tensor, sb: torch.Tensor, out: torch.Tensor
 ) -> torch.Tensor:
-    """Writes A @ B * (sa * sb) to `out`; the sums are exact, or in float32 on a GPU."""
+    """Writes A @ B * (sa * sb) to `out`. Sums are exact; on a GPU in float32, where Hopper's tensor
+    cores keep 14 bits of those of 128 columns."""
     if not out.numel():
         return out
     if not a.shape[2]:

@@ -13,6 +13,7 @@ from qinductor.kernels.scaled_matmul_cute import (
     Made,
     attempted,
     heuristic,
+    is_aligned,
     kernel,
     multiprocessors,
     tiles,
@@ -37,7 +38,9 @@ def why_not(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> str | None:
         steps = tensor.stride()[:2]
         if tensor.stride(2) != 1 or any(step % 16 for step in steps) or tensor.data_ptr() % 16:
             return f"{name} has strides {tensor.stride()}; it takes k contiguous, rows of 16 bytes"
-    return f"the result is {out.dtype}" if out.dtype is FP32 else None
+    if out.dtype is FP32 or not is_aligned(out):
+        return f"the result is {out.dtype}, at {out.data_ptr() % 16} past a multiple of 16 bytes"
+    return None
 
 
 @functools.cache
@@ -50,7 +53,7 @@ def _contract(
     return ScaledMatmul(form, a, 0, FP32, out, fast=k <= 128, experts=batches)
 
 
-@functools.cache
+@functools.lru_cache(4096)
 def chosen(contract: ScaledMatmul, m: int) -> Config:
     """The config for m rows of each batch: K in parts only where that fills the device."""
     one = dataclasses.replace(contract, experts=0)

@@ -1,9 +1,9 @@
 """`python -m qinductor compare`: our products of codes beside other libraries', in one process.
 
 A cell is a format, N x K and M. It has the time of each of our providers in its best known config,
-of what the dispatcher picks, of each peer that is there (`qinductor.peers`), and the least that the
-device allows. Cells are written to a file as they are measured: the same command goes on from
-there."""
+of what the dispatcher picks, of each peer that is there (`qinductor.peers`), and the least by the
+device's usual rates. Cells are written to a file as they are measured: the same command goes on
+from there."""
 
 import argparse
 import contextlib

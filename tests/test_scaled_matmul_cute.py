@@ -130,6 +130,7 @@ def test_forms(chosen, form):
     ("text", "fault"),
     [
         ("p96.q64.t4.c1.s1.b1", "p is 64"),
+        ("p64.q16.t4.c1.s1.b0.swap", "a program at least"),
         ("p64.q12.t4.c1.s1.b1.swap", "q a multiple of 8"),
         ("p64.q264.t4.c1.s1.b1.swap", "up to 256"),
         ("p64.q24.t4.c1.s1.b1", "without swap"),
@@ -204,6 +205,22 @@ def test_chosen_where_it_is_installed(monkeypatch):
 def test_compiled(name, m):
     contract = checks.FORMATS[name].contract
     checks.held(contract, str(family.heuristic(contract, m)))
+
+
+@pytest.mark.parametrize("bn", [32, 64, 96, 160, 192, 256])
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_blocks_of_any_multiple_of_32_have_a_config(bn, group):
+    contract = case(FP8, 1, 5 * bn, 2048, bn, 128, group=group).contract
+    assert CUTE.why_not(contract) is None
+    for m in (1, 17, 64, 128, 200, 512, 4096):
+        configs = [Config.parse(text) for text in CUTE.configs(contract, m)]
+        assert configs and all(config.takes(form_of(contract)) for config in configs)
+
+
+def test_scales_need_a_stage_for_each_warp_that_fetches_them():
+    row, block = (checks.FORMATS[name].contract for name in ("fp8 row", "fp8 block128"))
+    takes = [Config.parse("p128.q128.t2.c1.s1.b1").takes(form_of(c)) for c in (row, block)]
+    assert takes == [True, False]
 
 
 @compiles

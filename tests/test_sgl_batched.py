@@ -79,6 +79,7 @@ def test_a_code_that_reads_registers_late_is_found(monkeypatch):
         ({"a": lambda a: a.mT.contiguous().mT}, "A has strides"),
         ({"a": lambda a: a.view(-1)[1:129].view(1, 1, 128).expand(2, 3, 128)}, "A has strides"),
         ({"out": torch.float32}, "the result is torch.float32"),
+        ({"offset": 4}, "at 8 past a multiple of 16 bytes"),
         ({"capability": (9, 1)}, "not of sm_90"),
         ({"missing": "CuTe DSL is not installed"}, "CuTe DSL is not installed"),
     ],
@@ -89,7 +90,8 @@ def test_what_tma_takes(monkeypatch, change, reason):
     n, k = change.get("n", 256), change.get("k", 128)
     a, b = torch.zeros(2, 3, k, dtype=E4M3), torch.zeros(2, n, k, dtype=E4M3).mT
     a, b = change.get("a", lambda a: a)(a), change.get("b", lambda b: b)(b)
-    out = torch.empty(2, 3, n, dtype=change.get("out", BF16))
+    offset = change.get("offset", 0)
+    out = torch.empty(6 * n + offset, dtype=change.get("out", BF16))[offset:].view(2, 3, n)
     capability = change.get("capability", (9, 0))
     monkeypatch.setattr(sgl_batched_cute, "capability", lambda device: capability)
     monkeypatch.setattr(sgl_batched_cute.cute_cache, "missing", lambda: change.get("missing"))
