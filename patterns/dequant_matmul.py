@@ -124,17 +124,17 @@ class DequantMatmulPattern:
 
     def lower(self, node: Node, scope: Scope, planner: Planner) -> Lowering:
         """The lowering of one product, and of those that are computed with it; or Refused."""
-        lower = Siblings(
+        return Siblings(
             DEQUANT_MATMUL,
             lambda node: proved(node, scope),
             lambda node: sides(node)[0] if self._is_site(node, scope) else None,
             planner,
-        )
-        try:
-            return lower(node)
-        except Exception:
+        )(node)
+
+    def settled(self, node: Node, reason: str | None) -> None:
+        """Puts a choice that was moved for a product back where it was."""
+        if reason is not None:
             undo(node)
-            raise
 
     def _is_site(self, node: Node, scope: Scope) -> bool:
         known = node.target in ANCHORS and GONE not in node.meta

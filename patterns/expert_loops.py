@@ -10,6 +10,7 @@ operator; each row must be computed by itself. Proved: the weight of every exper
 loop is lowered whole, or stays as it is.
 """
 
+import dataclasses
 from collections.abc import Iterator
 
 from torch.fx import Graph, Node
@@ -58,14 +59,20 @@ class ExpertLoopsPattern:
     def lower(self, node: Node, scope: Scope, planner: Planner) -> Lowering:
         """The lowering of the product of all turns, once all of the loop's are proved."""
         found: _Found = node.meta[FOUND]
-        if found.reason is None and not found.lowerings:
-            try:
-                found.lower(scope, planner)
-            except Refused as refusal:
-                found.reason = refusal.reason
         if found.reason is not None:
             raise Refused(found.reason)
-        return found.lowerings.pop(node)
+        if not found.lowerings:
+            found.lower(scope, planner)
+        lowering = found.lowerings.pop(node)
+        return dataclasses.replace(lowering, ahead=tuple(found.lowerings.values()))
+
+    def settled(self, node: Node, reason: str | None) -> None:
+        """Takes the turns out of the graph once all is lowered, or else the grouped form."""
+        found: _Found = node.meta[FOUND]
+        if reason is not None:
+            found.refused(reason)
+        elif not found.lowerings:
+            found.finish()
 
 
 class _Found:
@@ -74,6 +81,7 @@ class _Found:
     sites      what its rows in the report stand for
     reason     why it is not lowered
     lowerings  of its products that are not in the graph yet
+    grouped    the grouped form, which nothing reads until all products are lowered
     """
 
     def __init__(self, loop: Loop, values: Values) -> None:
@@ -81,6 +89,7 @@ class _Found:
         self.reason: str | None = None
         self.sites: list[Node] = []
         self.lowerings: dict[Node, Lowering] = {}
+        self.grouped: Grouped | None = None
         try:
             chain = chain_of(loop, values)
             products = [n for n in chain.steps if n.target in PRODUCTS]
@@ -90,8 +99,8 @@ class _Found:
             self.sites.append(loop.result)
 
     def lower(self, scope: Scope, planner: Planner) -> None:
-        """Puts the grouped form in place of the loop. Refused, with the graph unchanged, where one
-        of its products cannot be lowered."""
+        """Puts the grouped form beside the loop, with a lowering of each product. Refused where one
+        cannot be lowered."""
         loop = again(self.loop, self.values)
         chain = chain_of(loop, self.values)
         _check_weights(chain, scope)
@@ -103,18 +112,25 @@ class _Found:
             )
         if len({turn.adds for turn in loop.turns}) > 1:
             raise Refused("turns of the loop differ in how they add")
-        grouped = Grouped(loop, chain, choices_of(loop, chain, self.values), scope)
+        self.grouped = Grouped(loop, chain, choices_of(loop, chain, self.values), scope)
         lower = Siblings(
             DEQUANT_MATMUL, lambda node: proved(node, scope), lambda node: sides(node)[0], planner
         )
-        try:
-            self.lowerings = {site: lower(node) for site, node in grouped.products.items()}
-        except BaseException:
-            self.lowerings.clear()
-            grouped.undo()
-            raise
-        loop.result.replace_all_uses_with(grouped.result)
-        _erase(loop, chain)
+        self.lowerings = {site: lower(node) for site, node in self.grouped.products.items()}
+
+    def finish(self) -> None:
+        """Puts the grouped form in place of the loop."""
+        assert self.grouped is not None
+        loop = self.grouped.loop
+        loop.result.replace_all_uses_with(self.grouped.result)
+        _erase(loop, self.grouped.chain)
+
+    def refused(self, reason: str) -> None:
+        """Takes the grouped form out again, and lowers none of the other products."""
+        self.reason = reason
+        self.lowerings.clear()
+        if self.grouped is not None:
+            self.grouped.undo()
 
 
 def _check_weights(chain: Chain, scope: Scope) -> None:

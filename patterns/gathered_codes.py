@@ -17,11 +17,11 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from qinductor.patterns.gathers import BATCHED, COPIES, ids_of
-from qinductor.patterns.inserted import BEFORE, GONE, INSTEAD, OURS, before
+from qinductor.patterns.inserted import GONE, INSTEAD, MOVED, OURS, before, read, sweep
 from qinductor.regions import CASTS, VIEWS, Scope, aten, behind
 
 OF_AXIS = {aten.slice.Tensor, aten.select.int, aten.squeeze.dim, aten.unsqueeze.default}  # args[1]
-MOVES = VIEWS | COPIES | {
+AXES = VIEWS | COPIES | {
     aten.permute.default, aten.transpose.int, aten.unsqueeze.default, aten.squeeze.dim,
     aten.squeeze.dims, aten.expand.default,
 }  # fmt: skip
@@ -30,14 +30,19 @@ JOINS = {aten.cat.default, aten.stack.default}
 
 def choose_last(graph: Graph, scope: Scope, is_quantized: Callable[[Node], bool]) -> None:
     """Puts the choice behind the dequantisation, where a batched product takes it."""
+    moved: dict[Node, Node] = {}  # a choice that was put in -> what it takes the place of
     for target, first in BATCHED.items():
         for node in graph.find_nodes(op="call_function", target=target, sort=False):
             for place in (first, first + 1):
-                _chosen_last(node, place, scope, is_quantized)
+                _chosen_last(node, place, scope, is_quantized, moved)
 
 
 def _chosen_last(
-    node: Node, place: int, scope: Scope, is_quantized: Callable[[Node], bool]
+    node: Node,
+    place: int,
+    scope: Scope,
+    is_quantized: Callable[[Node], bool],
+    moved: dict[Node, Node],
 ) -> None:
     operand: Any = node.args[place]
     side, moves = operand, list[Node]()
@@ -49,16 +54,18 @@ def _chosen_last(
     ids = ids_of(choices[-1])
     assert ids is not None
     if (rank := ids.meta["val"].dim()) > 1:  # `gathers` has the moves that mix these axes
-        while side not in choices and side.target in MOVES:
+        while side not in choices and side.target in AXES:
             moves.append(side)
-            side = _moved(side)
+            side = side.args[0]
         order = behind(side, scope)[0]
+    first = moves[-1] if moves else node
+    if side in moved:  # by another product that has these moves, too
+        read(node, first, moved[side], side)
     own = set(behind(ids, scope)[0])
     choices = [n for n in choices if n not in own and ids_of(n) is ids and _is_constant(n, scope)]
     after = _after(choices, order, own)
     if not choices or side not in after or side in choices or set(varying) - own:
         return
-    first = moves[-1] if moves else node
     put, made = before(first, side), dict[Node, Any]()
     steps = [_step(n, set(choices) | set(after), rank) for n in after]
     if not all(steps):
@@ -72,31 +79,23 @@ def _chosen_last(
         made[n].meta[OURS] = True
     if is_quantized(made[side]):
         chosen = put(aten.index.Tensor, made[side], [ids])
-        chosen.meta |= {OURS: True, BEFORE: side}
-        first.replace_input_with(side, chosen)
+        chosen.meta[OURS] = True
+        moved[chosen] = side
+        read(node, first, side, chosen)
 
 
-def undo(node: Node) -> Node:
-    """A product of the operands again that it had before `choose_last`; it may be another node."""
+def undo(node: Node) -> None:
+    """A product has the operands again that it had before `choose_last` and `gather_last`."""
     if INSTEAD in node.meta:
         whole, original = node.meta[INSTEAD]
         whole.replace_all_uses_with(original)
         del original.meta[GONE]
+        for made in (whole, node, *node.all_input_nodes):
+            made.meta[OURS] = True
         node = original
-    for side in node.all_input_nodes:
-        reader = node
-        while BEFORE not in side.meta and side.target in MOVES:
-            reader, side = side, _moved(side)
-        if BEFORE in side.meta:
-            reader.replace_input_with(side, side.meta[BEFORE])
-            undo(reader)
-    return node
-
-
-def _moved(node: Node) -> Node:
-    source = node.args[0]
-    assert isinstance(source, Node)
-    return source
+    for reader, was, now in reversed(node.meta.pop(MOVED, ())):
+        reader.replace_input_with(now, was)
+    sweep(node.graph)
 
 
 def _is_constant(choice: Node, scope: Scope) -> bool:

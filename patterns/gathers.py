@@ -15,7 +15,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from qinductor.patterns.inserted import BEFORE, GONE, INSTEAD, OURS, before
+from qinductor.patterns.inserted import GONE, INSTEAD, OURS, before, read
 from qinductor.regions import VIEWS, aten
 
 BATCHED = {aten.bmm.default: 0, aten.baddbmm.default: 1}  # place of the left operand
@@ -84,9 +84,8 @@ def gather_last(found: Gather) -> None:
     args = list(_arguments(found.node))
     ids = found.ids if rank == 1 else emit(aten.reshape.default, found.ids, [-1])
     side = emit(aten.index.Tensor, stack, [ids])
-    side.meta[BEFORE] = args[found.place]
     if not found.several:
-        found.node.update_arg(found.place, side)
+        read(found.node, found.node, args[found.place], side)
         return
     other = 1 - found.place
     batch = _size(args[other], 0, emit)

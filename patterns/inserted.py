@@ -9,7 +9,7 @@ from torch.fx import Graph, Node
 from qinductor.regions import aten
 
 OURS = "qinductor inserted"
-BEFORE = "qinductor inserted for"  # the node that the graph had in its place
+MOVED = "qinductor moved"  # of a product: (reader, what it read, what it reads now), in order
 GONE = "qinductor left out"  # of a product that nothing reads while another stands for it
 INSTEAD = "qinductor instead of"  # of a product: (what is read in place of another, that one)
 Emit = Callable[..., Node]  # (target, arguments) -> a node
@@ -58,6 +58,12 @@ def tensor_of(given: Node | float, dtype: torch.dtype, like: Node) -> Node:
     node = before(like, like)(aten.full.default, [1], given, dtype=dtype, device=device)
     node.meta[OURS] = True
     return node
+
+
+def read(product: Node, reader: Node, was: Node, now: Node) -> None:
+    """A product, or what moves an operand of it, reads something else now; for `undo` to know."""
+    reader.replace_input_with(was, now)
+    product.meta[MOVED] = (*product.meta.get(MOVED, ()), (reader, was, now))
 
 
 def sweep(graph: Graph) -> None:

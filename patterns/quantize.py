@@ -23,14 +23,14 @@ from torch.fx import Graph, Node
 
 from qinductor.errors import Refused
 from qinductor.kernels.quantize import QUANTIZE
-from qinductor.pattern import Fusion, Planner
+from qinductor.pattern import Fusion, Pattern, Planner
 from qinductor.patterns.activation_formats.find import Finder
 from qinductor.patterns.activation_formats.sources import candidates, is_normed
 from qinductor.patterns.zero_points import is_quantiser
 from qinductor.regions import Scope, behind
 
 
-class QuantizePattern:
+class QuantizePattern(Pattern):
     """Lowers quantisers of activations."""
 
     name = "quantize"

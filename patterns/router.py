@@ -27,14 +27,14 @@ from torch.fx import Graph, Node
 
 from qinductor.errors import Refused
 from qinductor.kernels.router import ROUTER, Router
-from qinductor.pattern import Fusion, Planner
+from qinductor.pattern import Fusion, Pattern, Planner
 from qinductor.patterns.router_formats.anchors import candidates
 from qinductor.patterns.router_formats.find import Finder, Found
 from qinductor.patterns.router_formats.products import product_of
 from qinductor.regions import Scope
 
 
-class RouterPattern:
+class RouterPattern(Pattern):
     """Lowers routers of mixtures of experts."""
 
     name = "router"

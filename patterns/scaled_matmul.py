@@ -155,16 +155,17 @@ class ScaledMatmulPattern:
 
     def lower(self, node: Node, scope: Scope, planner: Planner) -> Lowering:
         """The lowering of one product, or Refused."""
-        try:
-            return Siblings(
-                SCALED_MATMUL,
-                lambda node: self._proved(node, scope),
-                lambda node: self._left(node, scope),
-                planner,
-            )(node)
-        except Refused:
+        return Siblings(
+            SCALED_MATMUL,
+            lambda node: self._proved(node, scope),
+            lambda node: self._left(node, scope),
+            planner,
+        )(node)
+
+    def settled(self, node: Node, reason: str | None) -> None:
+        """Takes out what was made for an operator that does not come."""
+        if reason is not None:
             sweep(node.graph)
-            raise
 
     def _left(self, node: Node, scope: Scope) -> Node | None:
         """The operand of a candidate that is made of x; None of what is no candidate."""

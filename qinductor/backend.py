@@ -134,7 +134,7 @@ class Matching:
         from qinductor import load
 
         self.patterns = load()
-        for name, _ in options.patterns:
+        for name in dict(options.patterns):
             unknown("pattern", name, [pattern.name for pattern in self.patterns])
         self.gm, self.arguments, self.options = gm, arguments, options
         self.packs, self.runs = packs, runs
@@ -150,8 +150,8 @@ class Matching:
         self.reads: list[Leaf] = []
         self.unread: list[int] = []
         self.unable: list[str] = []
-        settings = [options.setting(p.name, p.default) for p in self.patterns]
-        self.required = "require" in settings
+        self.settings = {p.name: options.setting(p.name, p.default) for p in self.patterns}
+        self.required = "require" in self.settings.values()
         self.ran = False
         self.failed: str | None = None
         self.rewritten: Graph | None = None
@@ -176,8 +176,7 @@ class Matching:
     def _match(self, graph: Graph, blocked: str | None) -> None:
         scope = scope_of(graph, self.gm, self.arguments)
         for pattern in self.patterns:
-            setting = self.options.setting(pattern.name, pattern.default)
-            if setting == "off":
+            if self.settings[pattern.name] == "off":
                 continue
             for node in self._candidates(pattern, graph, scope):
                 site = Site(where(node), pattern.name)
@@ -193,6 +192,7 @@ class Matching:
                     site.reason, site.contract = refusal.reason, refusal.contract
                 except Exception as error:
                     site.reason = f"an error of qinductor's own: {type(error).__name__}: {error}"
+                pattern.settled(node, site.reason)
             if self.slots or self.fused:  # or the next pattern would see what this one has replaced
                 graph.eliminate_dead_code()
         for slot, fakes in () if blocked else restore(graph, scope):
@@ -274,6 +274,13 @@ class Matching:
 
     def _pack(self, graph: Graph, lowering: Lowering, site: Site) -> None:
         """Puts the operator into the graph, and its packed weight among the slots."""
+        slot, *_ = [self._slot(each, site) for each in (lowering, *lowering.ahead)]
+        self.fakes.extend(rewrite(graph, lowering))
+        self.slots.append(slot)
+        self._account(lowering)
+
+    def _slot(self, lowering: Lowering, site: Site) -> Slot:
+        """What the operator takes at each call; its weight is packed."""
         pack, packed = lowering.pack, lowering.packed
         if self.packs and self.options.packed == "disk":
             from qinductor.caches.packed import kept
@@ -292,9 +299,7 @@ class Matching:
         if self.packs:
             with unset_fake_temporarily(), torch.no_grad():
                 seed(slot, self.arguments, packed)
-        self.fakes.extend(rewrite(graph, lowering))
-        self.slots.append(slot)
-        self._account(lowering)
+        return slot
 
     def _account(self, lowering: Lowering) -> None:
         known = {(slot.signature, slot.leaves) for slot in self.slots[:-1]}
@@ -372,10 +377,8 @@ class Matching:
             raise QinductorError(
                 f"this graph reads {', '.join(self.unable)}; {MESSAGE}\n{self.report}"
             )
-        settings = {p.name: self.options.setting(p.name, p.default) for p in self.patterns}
-        missed = [
-            s for s in self.report.sites if settings[s.pattern] == "require" and not s.lowered
-        ]
+        required = [s for s in self.report.sites if self.settings[s.pattern] == "require"]
+        missed = [site for site in required if not site.lowered]
         if self.failed and self.required:
             raise RequiredPatternError(f"a pattern is required, yet {self.failed}")
         if missed:

@@ -25,7 +25,7 @@ def explain(
     from qinductor import load
 
     model = getattr(model, "_torchdynamo_orig_callable", getattr(model, "_orig_mod", model))
-    for name, _ in Options.of(options, None).patterns:
+    for name in dict(Options.of(options, None).patterns):
         unknown("pattern", name, [pattern.name for pattern in load()])
     found: list[Report] = []
 

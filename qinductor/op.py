@@ -42,9 +42,10 @@ class Provider(Protocol):
                                  there is none
     configs(contract, m) -> Sequence[str]
                                  what it can be told beside the contract (tile sizes, say), worth
-                                 measuring at m rows, its own choice first; none where `run` is to
-                                 choose. A text has no blank, comma, colon or @. The packed tensors
-                                 are those of every config. `run` takes one more argument, `config`
+                                 measuring at m rows, its own choice first; none where only `run`
+                                 can choose, which then must not ask for `configs(...)[0]`. A text
+                                 has no blank, comma, colon or @. The packed tensors are those of
+                                 every config. `run` takes one more argument, `config`
     batched, grouped             `run` for all experts at once, of stacked packed tensors:
                                  `dequant_matmul_experts` and `scaled_matmul_experts` call them
     """
@@ -70,7 +71,8 @@ class Provider(Protocol):
     @property
     def run(self) -> Callable[..., Any]:
         """(contract, x [M, K], packed) -> the result, for 1 <= M <= limit; x is a sequence where
-        the operator has several activations."""
+        the operator has several activations. Without a config, or where `configs` has none, it
+        chooses."""
 
 
 @dataclasses.dataclass(eq=False)

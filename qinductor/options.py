@@ -34,44 +34,31 @@ class Options:
     Errors: OptionError for an unknown name (with the nearest known one) or value.
     """
 
-    patterns: tuple[tuple[str, str], ...] = ()
+    patterns: Mapping[str, str] | tuple[tuple[str, str], ...] = ()
     mode: str | None = None
     target: str | None = None
     dense: bool = False
     weights: str = "keep"
     packed: str = "memory"
     cudagraphs: str | None = None
-    inductor: tuple[tuple[str, Any], ...] = ()
+    inductor: Mapping[str, Any] | tuple[tuple[str, Any], ...] = ()
 
-    def __init__(
-        self,
-        patterns: Mapping[str, str] | tuple[tuple[str, str], ...] = (),
-        mode: str | None = None,
-        target: str | None = None,
-        dense: bool = False,
-        weights: str = "keep",
-        packed: str = "memory",
-        cudagraphs: str | None = None,
-        inductor: Mapping[str, Any] | tuple[tuple[str, Any], ...] = (),
-    ) -> None:
-        patterns, inductor = _mapping("patterns", patterns), _mapping("inductor", inductor)
-        for name, setting in patterns.items():
+    def __post_init__(self) -> None:
+        for given in ("patterns", "inductor"):  # frozen, so that assignments raise
+            items = _mapping(given, getattr(self, given)).items()
+            vars(self)[given] = tuple(sorted(items))
+        for name, setting in dict(self.patterns).items():
             if setting not in SETTINGS:
                 raise OptionError(
                     f"option patterns[{name!r}] is {setting!r}; wanted one of {', '.join(SETTINGS)}"
                 )
-        _check("mode", mode, MODES)
-        _check("target", target, TARGETS)
-        _check("weights", weights, WEIGHTS)
-        _check("packed", packed, PACKED)
-        _check("cudagraphs", cudagraphs, CUDAGRAPHS)
-        if not isinstance(dense, bool):
-            raise OptionError(f"option dense is {dense!r}; wanted True or False")
-        vars(self).update(  # frozen, so that assignments raise
-            patterns=tuple(sorted(patterns.items())), inductor=tuple(sorted(inductor.items())),
-            mode=mode, target=target, dense=dense, weights=weights, packed=packed,
-            cudagraphs=cudagraphs,
-        )  # fmt: skip
+        _check("mode", self.mode, MODES)
+        _check("target", self.target, TARGETS)
+        _check("weights", self.weights, WEIGHTS)
+        _check("packed", self.packed, PACKED)
+        _check("cudagraphs", self.cudagraphs, CUDAGRAPHS)
+        if not isinstance(self.dense, bool):
+            raise OptionError(f"option dense is {self.dense!r}; wanted True or False")
 
     @classmethod
     def of(cls, options: "Mapping[str, Any] | Options | None", mode: str | None) -> "Options":

@@ -46,6 +46,8 @@ class Lowering:
     evaluations         (on probes, whole) evaluations of the region that identification took now
     parts               the products that are computed together, in the order of their nodes,
                         `replaced` the first of these; none where there is one alone
+    ahead               those of later candidates whose weights must be packed before this one's
+                        operator is put into the graph
     """
 
     op: Op
@@ -63,6 +65,7 @@ class Lowering:
     packed: Callable[[], dict[str, torch.Tensor]]
     evaluations: tuple[int, int]
     parts: tuple[Part, ...] = ()
+    ahead: tuple["Lowering", ...] = ()
     views: tuple[Sequence[int | Node] | None, ...] = ()
 
 
@@ -102,6 +105,11 @@ class Pattern(Protocol):
 
     def lower(self, node: Node, scope: Scope, planner: Planner) -> Lowering | Fusion:
         """The lowering of a candidate, or Refused with the first check that failed."""
+
+    def settled(self, node: Node, reason: str | None) -> None:
+        """What is left to do for a candidate that is lowered now (`reason` None). Of one that is
+        not, whatever failed after `lower` perhaps: what was put into the graph for it comes out."""
+        return None
 
 
 def where(node: Node) -> str:

@@ -25,7 +25,7 @@ from qinductor.regions import Scope, aten, behind, describe, prims
 
 
 class Grouped:
-    """Puts the grouped form before what a loop ends in; `undo` takes it out again.
+    """The grouped form, before what a loop ends in; nothing reads it yet, `undo` takes it out.
 
     products  a product of the first turn -> that of all turns
     result    what takes the place of the loop's result
@@ -53,9 +53,10 @@ class Grouped:
         return node
 
     def undo(self) -> None:
-        """Takes everything out of the graph."""
+        """Takes everything out of the graph but what an operator reads already."""
         for node in reversed(self.inserted):
-            node.graph.erase_node(node)
+            if not node.users:
+                node.graph.erase_node(node)
         self.inserted.clear()
 
     def _route(self) -> None:

@@ -26,7 +26,6 @@ class Chain:
     places  whole numbers of rows: tokens, and which of a token's choices they are
     shared  what all turns take
     each    what each takes for itself
-    counts  how many rows there are
     inside  nodes of all turns
     """
 
@@ -34,7 +33,6 @@ class Chain:
     places: dict[Node, Each] = dataclasses.field(default_factory=dict)
     shared: dict[Node, Node] = dataclasses.field(default_factory=dict)
     each: dict[Node, Each] = dataclasses.field(default_factory=dict)
-    counts: dict[Node, Each] = dataclasses.field(default_factory=dict)
     inside: set[Node] = dataclasses.field(default_factory=set)
 
 
@@ -71,10 +69,10 @@ class _Walk:
         if not all(inner) or any(node.target is not first.target for node in nodes):
             raise Refused(f"turns of the loop differ: {_names(nodes)}")
         if isinstance(value, torch.types.py_sym_types):
-            self._count(nodes)
+            self._inside(nodes)
         elif is_place(first):
             self.chain.places[first] = nodes
-            self.chain.inside.update(n for node in nodes for n in made_of(node))
+            self._inside(nodes)
         else:
             self._arguments(nodes)
             self.chain.steps.append(first)
@@ -97,8 +95,7 @@ class _Walk:
             raise Refused(f"turns of the loop take other shapes: {', '.join(sorted(kinds))}")
         self.chain.each[first] = nodes
 
-    def _count(self, nodes: Each) -> None:
-        self.chain.counts[nodes[0]] = nodes
+    def _inside(self, nodes: Each) -> None:
         self.chain.inside.update(n for node in nodes for n in made_of(node))
 
     def _arguments(self, nodes: Each) -> None:
