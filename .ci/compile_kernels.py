@@ -4,20 +4,25 @@ A module in qinductor.kernels with device code has `compile_checks()`: (name, ca
 callable compiling one kernel for one target, raising if it cannot.
 """
 
+import functools
 import importlib
 import inspect
+import multiprocessing
+import os
 import pkgutil
 import re
 import sys
 import traceback
+from collections.abc import Callable
 
 import qinductor.kernels
 
 DEVICE_CODE = re.compile(r"^ *@(triton\.jit|gluon\.jit|cute\.kernel)\b", re.MULTILINE)
 
 
-def main() -> int:
-    ran, failed = 0, []
+def found() -> tuple[list[tuple[str, Callable[[], None]]], list[str]]:
+    """(the checks of all modules by name, what is wrong with modules)."""
+    checks, wrong = [], []
     for info in pkgutil.walk_packages(qinductor.kernels.__path__, "qinductor.kernels."):
         try:
             module = importlib.import_module(info.name)
@@ -26,21 +31,35 @@ def main() -> int:
                 raise
             print(f"skipped {info.name}: CuTe DSL is not installed (pip install -e '.[cute]')")
             continue
-        checks = getattr(module, "compile_checks", None)
-        if checks is None:
-            if DEVICE_CODE.search(inspect.getsource(module)):
-                failed.append(f"{info.name}: device code but no compile_checks()")
-            continue
-        for name, check in checks():
-            ran += 1
-            try:
-                check()
-            except Exception:
-                traceback.print_exc()
-                failed.append(f"{info.name}: {name}")
+        listed = getattr(module, "compile_checks", None)
+        if listed is not None:
+            checks += [(f"{info.name}: {name}", check) for name, check in listed()]
+        elif DEVICE_CODE.search(inspect.getsource(module)):
+            wrong.append(f"{info.name}: device code but no compile_checks()")
+    return checks, wrong
+
+
+def ran(part: int, parts: int) -> tuple[int, list[str]]:
+    """(how many checks there are in one of so many parts, which of them failed)."""
+    checks, failed = found()[0][part::parts], []
+    for name, check in checks:
+        try:
+            check()
+        except Exception:
+            traceback.print_exc()
+            failed.append(name)
+    return len(checks), failed
+
+
+def main() -> int:
+    failed = found()[1]
+    parts = len(os.sched_getaffinity(0))
+    with multiprocessing.get_context("spawn").Pool(parts) as pool:
+        done = pool.map(functools.partial(ran, parts=parts), range(parts))
+    failed += [name for _, names in done for name in names]
     for line in failed:
         print("FAILED", line)
-    print(f"{ran} kernel checks ran" if ran or failed else "no GPU kernel exists yet")
+    print(f"{sum(count for count, _ in done)} kernel checks ran")
     return 1 if failed else 0
 
 
