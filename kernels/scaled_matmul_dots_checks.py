@@ -55,7 +55,8 @@ def held(contract: ScaledMatmul, config: str, early: bool = True) -> None:
 
 def checks() -> Iterator[Check]:
     """(name, check) of the kernels that are chosen for some numbers of rows."""
-    for name, chosen in FORMATS.items():
+    formats = {name: some for name, some in FORMATS.items() if not some.contract.experts}
+    for name, chosen in formats.items():
         for m in ROWS:
             config = str(heuristic(chosen.contract, m))
             yield f"{name} M={m} {config}", partial(held, chosen.contract, config)
